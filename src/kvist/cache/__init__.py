@@ -1,0 +1,1 @@
+"""Who owns which block: pure Python and NumPy, no tensors."""
