@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: routes, streaming, metrics and the live picture of the cache."""
