@@ -1,0 +1,240 @@
+"""The arena: one piece of memory, cut in slabs that are lent to layer groups and cut again into their blocks.
+
+::
+
+    arena   | slab 0      | slab 1      | slab 2      | …      one flat buffer
+              full          window-512    free                 each slab is lent to one group at a time
+              |b0|b1|b2|..|   |  b4   |~                       block id = slab x blocks_per_slab + slot; ~ is tail waste
+
+A block is *held* while sequences refer to it, *cached* while only the prefix tree does, else *free*. In every group
+``free + cached + held`` equals the blocks of the slabs lent to it, after every operation.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvist.cache.groups import Group
+from kvist.errors import DoesNotFit
+from kvist.units import format_size
+
+# Indexing with 64-bit ids is three times as fast as with 32-bit ones, which NumPy widens first.
+Ids = npt.NDArray[np.int64]
+
+_MAX_LARGEST_BLOCKS_PER_SLAB = 16
+_ACCEPTED_TAIL = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArenaLayout:
+    """How the arena's bytes are cut.
+
+    Attributes:
+        total_bytes: ``num_slabs x slab_bytes``; what the engine allocates.
+        slab_bytes: bytes of a slab, a multiple of the largest block.
+        num_slabs: slabs in the arena.
+        block_bytes: bytes of a block, a group.
+        blocks_per_slab: blocks in a slab, a group.
+    """
+
+    total_bytes: int
+    slab_bytes: int
+    num_slabs: int
+    block_bytes: tuple[int, ...]
+    blocks_per_slab: tuple[int, ...]
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], memory_bytes: int) -> "ArenaLayout":
+        """Cut ``memory_bytes`` for these groups.
+
+        A slab is the smallest multiple of the largest block whose tails waste at most 1 % in every group, or the
+        least wasteful of the first 16 multiples: small slabs move between groups easily.
+
+        Raises:
+            DoesNotFit: there is not one slab for each group.
+        """
+        sizes = tuple(group.block_bytes for group in groups)
+        largest = max(sizes)
+        affordable = max(1, min(_MAX_LARGEST_BLOCKS_PER_SLAB, memory_bytes // (len(sizes) * largest)))
+        slab = min(
+            (count * largest for count in range(1, affordable + 1)),
+            key=lambda slab: (max(_ACCEPTED_TAIL, *(slab % size / slab for size in sizes)), slab),
+        )
+        num_slabs = memory_bytes // slab
+        if num_slabs < len(sizes):
+            raise DoesNotFit(
+                f"memory: {format_size(memory_bytes)} holds {num_slabs} slabs of {format_size(slab)}, and each of the "
+                f"{len(sizes)} layer groups needs one: at least {format_size(len(sizes) * slab)}"
+            )
+        return cls(
+            total_bytes=num_slabs * slab,
+            slab_bytes=slab,
+            num_slabs=num_slabs,
+            block_bytes=sizes,
+            blocks_per_slab=tuple(slab // size for size in sizes),
+        )
+
+    def total_blocks(self, group: int) -> int:
+        """Number of block ids that a group could ever use."""
+        return self.num_slabs * self.blocks_per_slab[group]
+
+    def slabs_for(self, blocks: Sequence[int]) -> int:
+        """Slabs that hold ``blocks[g]`` blocks of every group."""
+        return sum(-(-count // per) for count, per in zip(blocks, self.blocks_per_slab, strict=True))
+
+
+class Arena:
+    """Block ids, their reference counts and their free lists; whoever owns tensors lays them out the same way.
+
+    Methods take arrays of distinct block ids of one group; none of them is checked on the hot path.
+    """
+
+    def __init__(self, layout: ArenaLayout) -> None:
+        self.layout = layout
+        counts = [layout.total_blocks(group) for group in range(len(layout.blocks_per_slab))]
+        self.refs = [np.zeros(count, np.int32) for count in counts]
+        self.kept = [np.zeros(count, np.bool_) for count in counts]
+        self._free = [np.empty(count, np.int64) for count in counts]
+        self._free_count = [0] * len(counts)
+        self._cached_count = [0] * len(counts)
+        self._slabs_lent = [0] * len(counts)
+        self._owner = np.full(layout.num_slabs, -1, np.int16)
+        self._free_slabs = list(range(layout.num_slabs - 1, -1, -1))
+
+    # -- counts ---------------------------------------------------------------------------------------------
+
+    @property
+    def free_slabs(self) -> int:
+        """Slabs lent to no group."""
+        return len(self._free_slabs)
+
+    def lent(self, group: int) -> int:
+        """Blocks in the slabs lent to a group."""
+        return self._slabs_lent[group] * self.layout.blocks_per_slab[group]
+
+    def free(self, group: int) -> int:
+        """Blocks of a group's slabs that nobody uses."""
+        return self._free_count[group]
+
+    def cached(self, group: int) -> int:
+        """Blocks that only the prefix tree keeps."""
+        return self._cached_count[group]
+
+    def held(self, group: int) -> int:
+        """Blocks that sequences refer to."""
+        return self.lent(group) - self._free_count[group] - self._cached_count[group]
+
+    def available(self, group: int) -> int:
+        """Blocks that :meth:`take` can give without taking anything back."""
+        return self._free_count[group] + len(self._free_slabs) * self.layout.blocks_per_slab[group]
+
+    def owner_of_slabs(self) -> npt.NDArray[np.int16]:
+        """Group of each slab, -1 where it is lent to none."""
+        return self._owner.copy()
+
+    # -- blocks ---------------------------------------------------------------------------------------------
+
+    def take(self, group: int, count: int) -> Ids:
+        """Give ``count`` free blocks, each with one reference; the caller has seen that they are available."""
+        top = self._free_count[group]
+        if top < count:
+            self._lend(group, count - top)
+            top = self._free_count[group]
+        ids = self._free[group][top - count : top][::-1].copy()
+        self._free_count[group] = top - count
+        self.refs[group][ids] = 1
+        return ids
+
+    def share(self, group: int, ids: Ids) -> None:
+        """Add one reference to each block."""
+        refs = self.refs[group]
+        counts = refs[ids]
+        self._cached_count[group] -= ids.size - int(np.count_nonzero(counts))
+        counts += 1
+        refs[ids] = counts
+
+    def drop(self, group: int, ids: Ids) -> None:
+        """Take one reference away; a block without any is cached where the tree keeps it, else free."""
+        refs = self.refs[group]
+        counts = refs[ids]
+        counts -= 1
+        refs[ids] = counts
+        idle = ids if not counts.any() else ids[counts == 0]
+        if idle.size:
+            kept = self.kept[group][idle]
+            cached = int(np.count_nonzero(kept))
+            self._cached_count[group] += cached
+            if cached < idle.size:
+                self._give(group, idle[~kept])
+
+    def keep(self, group: int, ids: Ids) -> None:
+        """The prefix tree takes these held blocks as well."""
+        self.kept[group][ids] = True
+
+    def forget(self, group: int, ids: Ids) -> None:
+        """The prefix tree lets these blocks go; those without references become free."""
+        self.kept[group][ids] = False
+        idle = ids[self.refs[group][ids] == 0]
+        self._cached_count[group] -= idle.size
+        self._give(group, idle)
+
+    def _give(self, group: int, ids: Ids) -> None:
+        top = self._free_count[group]
+        self._free[group][top : top + ids.size] = ids[::-1]
+        self._free_count[group] = top + ids.size
+
+    # -- slabs ----------------------------------------------------------------------------------------------
+
+    def _lend(self, group: int, blocks: int) -> None:
+        per_slab = self.layout.blocks_per_slab[group]
+        count = -(-blocks // per_slab)
+        slabs = np.array(self._free_slabs[-count:][::-1], np.int64)
+        del self._free_slabs[-count:]
+        self._owner[slabs] = group
+        self._slabs_lent[group] += count
+        blocks_of: Ids = slabs[:, None] * per_slab + np.arange(per_slab)
+        self._give(group, blocks_of.ravel())
+
+    def collect_slabs(self) -> int:
+        """Take back every slab of which all blocks are free; return how many came back."""
+        before = len(self._free_slabs)
+        for group, per_slab in enumerate(self.layout.blocks_per_slab):
+            free = self._free[group][: self._free_count[group]]
+            slab_of = free // per_slab
+            empty = np.bincount(slab_of, minlength=self.layout.num_slabs) == per_slab
+            if not empty.any():
+                continue
+            remaining = free[~empty[slab_of]]
+            self._free[group][: remaining.size] = remaining
+            self._free_count[group] = remaining.size
+            slabs = np.flatnonzero(empty)
+            self._owner[slabs] = -1
+            self._slabs_lent[group] -= slabs.size
+            self._free_slabs.extend(slabs[::-1].tolist())
+        return len(self._free_slabs) - before
+
+    def could_take(self, wanted: Sequence[int], revived: Sequence[Ids]) -> bool:
+        """Whether ``wanted[g]`` blocks of every group can be had if every cached block but the ``revived`` ones goes.
+
+        Changes nothing. Counts what lies free inside slabs that must stay with their group, and the slabs that would
+        come back.
+        """
+        if len(wanted) == 1:
+            idle = int(np.count_nonzero(self.refs[0][revived[0]] == 0))
+            return wanted[0] <= self.available(0) + self._cached_count[0] - idle
+        if all(count <= self._free_count[group] for group, count in enumerate(wanted)) or self.layout.slabs_for(
+            wanted
+        ) <= len(self._free_slabs):
+            return True
+        slabs = len(self._free_slabs)
+        missing = 0
+        for group, per_slab in enumerate(self.layout.blocks_per_slab):
+            held = self.refs[group] > 0
+            held[revived[group]] = True
+            in_slab = held.reshape(-1, per_slab).sum(axis=1)[self._owner == group]
+            slabs += int(np.count_nonzero(in_slab == 0))
+            inside = int((per_slab - in_slab[in_slab > 0]).sum())
+            missing += -(-max(0, wanted[group] - inside) // per_slab)
+        return missing <= slabs

@@ -1,0 +1,319 @@
+"""The one door to the arena and the prefix tree: reserve, commit, release, fork.
+
+A step of the scheduler goes::
+
+    sequence = manager.begin(tokens)                 no memory yet
+    manager.reserve(sequence, limit)                 prefix hit + blocks for what the step will compute, or nothing
+        … the step computes keys and values …
+    manager.commit(sequence, stored)                 they are stored: windows give back what fell out of them
+    manager.release(sequence)                        blocks go back; the tree keeps whole ones for the next prompt
+
+Whole blocks of a prompt enter the tree when they are reserved, so that requests of one step already share them (the
+engine writes all keys and values of a layer before it reads any). They are *unsealed* until commit: a step that fails
+takes them out again with :meth:`CacheManager.abandon`.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvist.cache.arena import Arena, ArenaLayout, Ids
+from kvist.cache.groups import Group
+from kvist.cache.prefix import Match, Node, PrefixKey, PrefixTree
+
+_NO_BLOCKS = np.empty(0, np.int64)
+
+
+class Sequence:
+    """What one running sequence holds.
+
+    Attributes:
+        key: what must be equal for its prefix to be shared.
+        tokens: int32 ``[capacity]``; the first ``size`` are known.
+        size: known tokens, prompt and generated.
+        prompt_size: tokens known when it began, or when it was last released.
+        length: tokens whose keys and values are stored.
+        tables: per group, int64 ``[blocks]`` from position 0; -1 where a window gave the block back.
+        given_back: per group, leading blocks given back.
+        hit_tokens: prompt tokens that were found in the tree.
+    """
+
+    __slots__ = (
+        "begun", "given_back", "hit_tokens", "key", "length", "node",
+        "prompt_size", "published", "size", "tables", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, tokens: npt.NDArray[np.int32], key: PrefixKey, groups: int) -> None:
+        self.key = key
+        self.tokens = tokens
+        self.size = self.prompt_size = tokens.size
+        self.length = 0
+        self.tables: list[Ids] = [_NO_BLOCKS] * groups
+        self.given_back = [0] * groups
+        self.hit_tokens = 0
+        self.begun = False
+        self.node: Node | None = None
+        self.published = 0
+
+    def append(self, token: int) -> None:
+        """One more token is known; its key and value are not stored yet."""
+        if self.size == self.tokens.size:
+            grown = np.empty(self.size + max(64, self.size // 4), np.int32)
+            grown[: self.size] = self.tokens
+            self.tokens = grown
+        self.tokens[self.size] = token
+        self.size += 1
+
+    def known(self) -> npt.NDArray[np.int32]:
+        """Prompt and generated tokens."""
+        return self.tokens[: self.size]
+
+    def blocks(self, group: int) -> int:
+        """Blocks that it holds in a group."""
+        return self.tables[group].size - self.given_back[group]
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """The outcome of :meth:`CacheManager.reserve`.
+
+    Attributes:
+        granted: False means that nothing has changed.
+        limit: tokens that the sequence may store now; 0 where not granted.
+        hit_tokens: of these, tokens found in the prefix tree by this call.
+    """
+
+    granted: bool
+    limit: int = 0
+    hit_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """A block whose content a fork needs a copy of before either sequence goes on."""
+
+    group: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """The outcome of :meth:`CacheManager.fork`."""
+
+    sequence: Sequence
+    copies: list[BlockCopy]
+
+
+class CacheManager:
+    """Owns the arena and the prefix tree of one model."""
+
+    def __init__(self, groups: Seq[Group], layout: ArenaLayout, *, prefix_cache: bool = True) -> None:
+        self.groups = tuple(groups)
+        self.layout = layout
+        self.arena = Arena(layout)
+        self.tree = PrefixTree(self.groups, self.arena)
+        self.prefix_cache = prefix_cache
+        self.block_tokens = self.groups[0].block_tokens
+        self._windowed = [index for index, group in enumerate(self.groups) if group.layer.window is not None]
+
+    def begin(self, tokens: npt.ArrayLike, key: PrefixKey = PrefixKey()) -> Sequence:  # noqa: B008 (frozen)
+        """A new sequence with these known tokens, int32 ``[size]``; it holds nothing yet."""
+        return Sequence(np.array(tokens, np.int32), key, len(self.groups))
+
+    def reserve(self, sequence: Sequence, budget: int, *, whole: bool = False) -> Reservation:
+        """Make room for up to ``budget`` more tokens of a sequence, no further than those that are known.
+
+        The first call looks for its prefix in the tree, at most all but the last token. With ``whole`` the call
+        is only granted when all known tokens would fit, whatever the budget: how a request is admitted.
+        Changes nothing where it is not granted.
+        """
+        match = None
+        stored = sequence.length
+        if not sequence.begun:
+            match = self._match(sequence)
+            stored = match.tokens
+        limit = min(sequence.size, stored + budget)
+        have = [ids.size for ids in match.blocks] if match else [table.size for table in sequence.tables]
+        end = -(-limit // self.block_tokens)
+        wanted = [end - count for count in have]
+        revived = self._revived(match)
+        if not self._possible(sequence, wanted, revived, have, stored, whole):
+            return Reservation(False)
+
+        if match:
+            sequence.node = self.tree.attach(match)
+            sequence.published = sequence.hit_tokens = sequence.length = match.tokens
+            sequence.tables = match.blocks
+            sequence.given_back = [ids.size - live.size for ids, live in zip(match.blocks, revived, strict=True)]
+            sequence.begun = True
+            for group, ids in enumerate(revived):
+                if ids.size:
+                    self.arena.share(group, ids)
+        for group, count in enumerate(wanted):
+            if count > 0:
+                self._free_up(group, count)
+                new = self.arena.take(group, count)
+                table = sequence.tables[group]
+                sequence.tables[group] = np.concatenate((table, new)) if table.size else new
+            elif match:
+                # The match's arrays may be views of the tree's.
+                sequence.tables[group] = sequence.tables[group].copy()
+        self._publish_new(sequence, limit)
+        return Reservation(True, limit, match.tokens if match else 0)
+
+    def _match(self, sequence: Sequence) -> Match:
+        if not self.prefix_cache:
+            return Match(tokens=0, nodes=[], blocks=[_NO_BLOCKS] * len(self.groups))
+        return self.tree.match(sequence.key, sequence.tokens, sequence.size - 1)
+
+    def _revived(self, match: Match | None) -> list[Ids]:
+        """Blocks of a match that the sequence will refer to, per group."""
+        if match is None:
+            return [_NO_BLOCKS] * len(self.groups)
+        return [ids[ids >= 0] if group in self._windowed else ids for group, ids in enumerate(match.blocks)]
+
+    def _possible(
+        self,
+        sequence: Sequence,
+        wanted: list[int],
+        revived: list[Ids],
+        have: list[int],
+        stored: int,
+        whole: bool,
+    ) -> bool:
+        if whole:
+            chunk = max(wanted) * self.block_tokens
+            wanted = [
+                max(count, group.peak_blocks(sequence.size, chunk) - ids.size)
+                for group, count, ids in zip(self.groups, wanted, revived, strict=True)
+            ]
+        return max(wanted) <= 0 or self.arena.could_take(wanted, revived)
+
+    def _free_up(self, group: int, count: int) -> None:
+        """Reclaim cached blocks until a group can take ``count``, which :meth:`Arena.could_take` has promised."""
+        arena = self.arena
+        while arena.available(group) < count:
+            if len(self.groups) > 1 and arena.collect_slabs():
+                continue
+            if not self.tree.reclaim(group, count - arena.available(group)):
+                raise AssertionError(f"{count} blocks of group {group} were promised and cannot be freed")
+
+    def _publish_new(self, sequence: Sequence, limit: int) -> None:
+        """Show whole blocks of a prompt to the requests that follow, where the tree has nothing of the kind."""
+        end = min(limit, sequence.prompt_size) // self.block_tokens * self.block_tokens
+        start = sequence.published
+        if (
+            self.prefix_cache
+            and end > start
+            and not self.tree.has_edge(sequence.key, sequence.node, sequence.tokens, start)
+        ):
+            self._publish(sequence, end)
+
+    def _publish(self, sequence: Sequence, end: int) -> None:
+        if self.prefix_cache and end > sequence.published:
+            sequence.node = self.tree.insert(
+                sequence.key, sequence.node, sequence.tokens, sequence.tables, sequence.published, end
+            )
+            sequence.published = end
+
+    def commit(self, sequence: Sequence, length: int) -> None:
+        """The keys and values of the first ``length`` tokens are stored now."""
+        sequence.length = length
+        if sequence.published < length <= sequence.prompt_size:
+            # The tree had this run, or part of it, under other blocks: share them from now on.
+            self._publish(sequence, length // self.block_tokens * self.block_tokens)
+        self.tree.seal(sequence.node)
+        for group in self._windowed:
+            first = self.groups[group].first_live_block(length)
+            start = sequence.given_back[group]
+            if first > start:
+                dead = sequence.tables[group][start:first].copy()
+                sequence.tables[group][start:first] = -1
+                sequence.given_back[group] = first
+                self.arena.drop(group, dead)
+                self.tree.mark_stale(sequence.node)
+
+    def release(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Give back everything that a sequence holds; the tree keeps its whole blocks unless ``keep`` is False."""
+        if keep:
+            self._publish(sequence, sequence.length // self.block_tokens * self.block_tokens)
+            self.tree.seal(sequence.node)
+        for group, table in enumerate(sequence.tables):
+            start = sequence.given_back[group]
+            self.arena.drop(group, table[start:] if start else table)
+        if sequence.node is not None:
+            if self._windowed:
+                self.tree.mark_stale(sequence.node)
+            self.tree.let_go(sequence.node)
+        sequence.tables = [_NO_BLOCKS] * len(self.groups)
+        sequence.given_back = [0] * len(self.groups)
+        sequence.node = None
+        sequence.begun = False
+        sequence.length = sequence.published = 0
+        sequence.prompt_size = sequence.size
+
+    def abandon(self, sequences: Seq[Sequence]) -> None:
+        """Release the sequences of a step that failed, and forget what it was to store."""
+        for sequence in sequences:
+            self.release(sequence, keep=False)
+        self.tree.forget_unsealed()
+
+    def fork(self, sequence: Sequence) -> Fork | None:
+        """A second sequence with the same tokens that shares every whole block; None where memory lacks.
+
+        The last, partly filled block of each group is copied; the caller does the copies before either goes on.
+        """
+        partial = sequence.length % self.block_tokens != 0
+        if any(table.size > -(-sequence.length // self.block_tokens) for table in sequence.tables):
+            raise ValueError("a sequence forks between steps, when nothing that it reserved is in flight")
+        wanted = [1 if partial else 0] * len(self.groups)
+        if partial and not self.arena.could_take(wanted, [_NO_BLOCKS] * len(self.groups)):
+            return None
+        twin = Sequence(sequence.known().copy(), sequence.key, len(self.groups))
+        twin.prompt_size = sequence.prompt_size
+        twin.length, twin.published, twin.hit_tokens = (
+            sequence.length,
+            sequence.published,
+            sequence.hit_tokens,
+        )
+        twin.given_back = list(sequence.given_back)
+        twin.node, twin.begun = sequence.node, sequence.begun
+        self.tree.hold(twin.node)
+        copies = []
+        for group, table in enumerate(sequence.tables):
+            shared = table[sequence.given_back[group] : table.size - partial]
+            self.arena.share(group, shared)
+            twin.tables[group] = table.copy()
+        if partial:
+            for group, table in enumerate(twin.tables):
+                self._free_up(group, 1)
+                source = int(table[-1])
+                table[-1] = self.arena.take(group, 1)[0]
+                copies.append(BlockCopy(group, source, int(table[-1])))
+        return Fork(twin, copies)
+
+    # -- sums -----------------------------------------------------------------------------------------------
+
+    def held_bytes(self, sequence: Sequence) -> int:
+        """Bytes of the blocks that a sequence refers to, shared ones included."""
+        return sum(sequence.blocks(group) * size for group, size in enumerate(self.layout.block_bytes))
+
+    def slabs_needed(self, length: int, chunk: int) -> int:
+        """Slabs that a lone sequence of ``length`` tokens needs when ``chunk`` tokens are in flight."""
+        return self.layout.slabs_for([group.peak_blocks(length, chunk) for group in self.groups])
+
+    def longest(self, chunk: int) -> int:
+        """Longest sequence, in tokens, that would fit alone."""
+        low, high = 0, self.layout.num_slabs * max(self.layout.blocks_per_slab) * self.block_tokens
+        if self.slabs_needed(high, chunk) <= self.layout.num_slabs:
+            return high
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.slabs_needed(middle, chunk) <= self.layout.num_slabs:
+                low = middle
+            else:
+                high = middle
+        return low

@@ -1,0 +1,424 @@
+"""The prefix tree: a radix tree over runs of tokens, each run with the blocks that store it.
+
+::
+
+    root(salt "")                              edges hold whole blocks of tokens, so siblings differ within
+      └── "You are a helpful …"  64 blocks     their first block and are found by it
+            ├── "What is …"       4 blocks
+            └── "Translate …"     9 blocks     a leaf that no sequence uses is reclaimed from its tail
+
+Blocks of a window group may be missing inside a node (-1): they were reclaimed alone, since only the last window
+before a reuse point is ever read again.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+
+from kvist.cache.arena import Arena, Ids
+from kvist.cache.groups import Group
+
+Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixKey:
+    """All that must be equal, beside the tokens, for a prefix to be reused.
+
+    Attributes:
+        model: name or hash of the weights.
+        format: how keys and values are stored.
+        cartridge: the trained cache before the prompt, if any.
+        adapter: fine-tuning applied to the weights, if any.
+        salt: keeps tenants apart.
+    """
+
+    model: str = ""
+    format: str = ""
+    cartridge: str = ""
+    adapter: str = ""
+    salt: str = ""
+
+
+class Node:
+    """A run of whole blocks of tokens that follows its parent's.
+
+    Attributes:
+        tokens: int32 ``[blocks x block_tokens]``.
+        blocks: per group, int64 ``[blocks]``; -1 where a window group's block was reclaimed.
+        end: tokens from the root to the end of this run.
+        users: sequences whose prefix ends in this node or below it.
+        last_used: the tree's clock when a sequence last let go of it; the order of reclaim.
+        sealed: its blocks have been computed; a node is unsealed while the step that computes it is under way.
+        stale: listed as having window blocks that may have fallen out of every window.
+    """
+
+    __slots__ = (
+        "blocks",
+        "children",
+        "end",
+        "id",
+        "last_used",
+        "parent",
+        "sealed",
+        "stale",
+        "tokens",
+        "users",
+    )
+
+    def __init__(self, node_id: int, parent: "Node | None", tokens: Tokens, blocks: list[Ids], end: int) -> None:
+        self.id = node_id
+        self.parent = parent
+        self.tokens = tokens
+        self.blocks = blocks
+        self.end = end
+        self.children: dict[bytes, Node] = {}
+        self.users = 0
+        self.last_used = 0
+        self.sealed = False
+        self.stale = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Match:
+    """How much of a prompt the tree holds and every group can reuse.
+
+    Attributes:
+        tokens: length of the reusable prefix; a multiple of the block.
+        nodes: the runs it crosses, top to bottom; the last may be matched in part.
+        blocks: per group, int64 ``[tokens / block_tokens]``; -1 where a window group no longer needs the block.
+    """
+
+    tokens: int
+    nodes: list[Node]
+    blocks: list[Ids]
+
+
+class PrefixTree:
+    """Finds, stores and reclaims prefixes. Every block in it is marked as kept in the arena."""
+
+    def __init__(self, groups: Sequence[Group], arena: Arena) -> None:
+        self._groups = groups
+        self._arena = arena
+        self._block_tokens = groups[0].block_tokens
+        self._windowed = [index for index, group in enumerate(groups) if group.layer.window is not None]
+        self._roots: dict[PrefixKey, Node] = {}
+        self._root_keys: dict[int, PrefixKey] = {}
+        self._ids = count()
+        self._offers = count()
+        self._node_count = 0
+        self._clock = 0
+        self._idle_leaves: list[tuple[int, int, Node]] = []
+        self._stale: deque[Node] = deque()
+        self.tokens = 0
+
+    # -- find -----------------------------------------------------------------------------------------------
+
+    def match(self, key: PrefixKey, tokens: Tokens, limit: int) -> Match:
+        """Longest stored prefix of ``tokens[:limit]`` that every group can reuse. Changes nothing."""
+        nodes: list[Node] = []
+        position = 0
+        node = self._roots.get(key)
+        size = self._block_tokens
+        while node is not None and position + size <= limit:
+            node = node.children.get(tokens[position : position + size].tobytes())
+            if node is None:
+                break
+            nodes.append(node)
+            common = self._common(node, tokens, position, limit)
+            position += common
+            if common < node.tokens.size:
+                break
+        return self._agree(nodes, position)
+
+    def _common(self, node: Node, tokens: Tokens, position: int, limit: int) -> int:
+        """Tokens, in whole blocks, that a node's run shares with ``tokens`` from ``position``."""
+        run = node.tokens
+        length = min(run.size, limit - position)
+        differ = run[:length] != tokens[position : position + length]
+        first = int(differ.argmax())
+        if not differ[first]:
+            first = length
+        return first - first % self._block_tokens
+
+    def _agree(self, nodes: list[Node], position: int) -> Match:
+        """Cut a match down to what every group can reuse, and drop what windows no longer read."""
+        blocks = [
+            np.concatenate([node.blocks[group] for node in nodes]) if len(nodes) > 1 else nodes[0].blocks[group]
+            for group in range(len(self._groups))
+        ] if nodes else [np.empty(0, np.int64) for _ in self._groups]  # fmt: skip
+        length = position // self._block_tokens
+        if self._windowed and length:
+            previous = -1
+            while previous != length:
+                previous = length
+                for group in self._windowed:
+                    length = self._groups[group].reusable_blocks(blocks[group][:length] >= 0)
+            position = length * self._block_tokens
+            while nodes and position <= nodes[-1].end - nodes[-1].tokens.size:
+                nodes.pop()
+        blocks = [ids[:length] for ids in blocks]
+        for group in self._windowed:
+            live = self._groups[group].first_live_block(position)
+            if live:
+                blocks[group] = blocks[group].copy()
+                blocks[group][:live] = -1
+        return Match(tokens=position, nodes=nodes, blocks=blocks)
+
+    # -- hold -----------------------------------------------------------------------------------------------
+
+    def attach(self, match: Match) -> Node | None:
+        """Count one more user on a match's path and return where it ends; a run matched in part is split there."""
+        if not match.nodes:
+            return None
+        last = match.nodes[-1]
+        surplus = last.end - match.tokens
+        if surplus:
+            last = self._split(last, last.tokens.size - surplus)
+        self.hold(last)
+        return last
+
+    def hold(self, node: Node | None) -> None:
+        """Count one more user from a node up to the root."""
+        while node is not None:
+            node.users += 1
+            node = node.parent
+
+    def let_go(self, node: Node | None) -> None:
+        """Count one user fewer; what nobody uses becomes reclaimable, most recently used last."""
+        self._clock += 1
+        clock = self._clock
+        while node is not None:
+            node.users -= 1
+            node.last_used = clock
+            if not node.users and not node.children:
+                self._idle(node)
+            node = node.parent
+
+    def mark_stale(self, node: Node | None) -> None:
+        """Window blocks on the way to ``node`` have lost a user: they are the first to be reclaimed."""
+        while node is not None and node.parent is not None:
+            if not node.stale:
+                node.stale = True
+                self._stale.append(node)
+            node = node.parent
+
+    # -- store ----------------------------------------------------------------------------------------------
+
+    def has_edge(self, key: PrefixKey, node: Node | None, tokens: Tokens, start: int) -> bool:
+        """Whether the block of tokens at ``start`` is stored below ``node`` (None: the key's root)."""
+        parent = self._roots.get(key) if node is None else node
+        return parent is not None and tokens[start : start + self._block_tokens].tobytes() in parent.children
+
+    def insert(
+        self, key: PrefixKey, node: Node | None, tokens: Tokens, tables: Sequence[Ids], start: int, end: int
+    ) -> Node | None:
+        """Store the run ``tokens[start:end]`` below ``node`` for the sequence that holds ``node``.
+
+        ``start`` and ``end`` are multiples of the block; ``tables[g]`` are the sequence's blocks from position 0. Where
+        the tree has a run already, the sequence changes over to the tree's blocks (``tables`` is written to, its
+        own blocks are dropped) and gives the tree the window blocks that it lacks. Returns the node in which the run
+        ends, held by the sequence.
+        """
+        size = self._block_tokens
+        if node is None and start < end:
+            node = self._root(key)
+            node.users += 1
+        while node is not None and start < end:
+            edge = tokens[start : start + size].tobytes()
+            child = node.children.get(edge)
+            if child is None:
+                blocks = [table[start // size : end // size].copy() for table in tables]
+                child = self._new(node, tokens[start:end].copy(), blocks, end)
+                for group, ids in enumerate(blocks):
+                    self._arena.keep(group, ids if group not in self._windowed else ids[ids >= 0])
+                self.tokens += end - start
+                node.children[edge] = child
+            else:
+                common = self._common(child, tokens, start, end)
+                if common < child.tokens.size:
+                    child = self._split(child, common)
+                self._adopt(child, tables)
+            child.users += 1
+            start = child.end
+            node = child
+        return node
+
+    def _root(self, key: PrefixKey) -> Node:
+        root = self._roots.get(key)
+        if root is None:
+            root = self._roots[key] = Node(next(self._ids), None, np.empty(0, np.int32), [], 0)
+            root.sealed = True
+            self._root_keys[root.id] = key
+        return root
+
+    def _new(self, parent: Node, tokens: Tokens, blocks: list[Ids], end: int) -> Node:
+        self._node_count += 1
+        return Node(next(self._ids), parent, tokens, blocks, end)
+
+    def _adopt(self, node: Node, tables: Sequence[Ids]) -> None:
+        """Make a sequence and a node share one copy of the node's run."""
+        first = (node.end - node.tokens.size) // self._block_tokens
+        for group, mine in enumerate(node.blocks):
+            theirs = tables[group][first : first + mine.size]
+            twice = (mine >= 0) & (theirs >= 0) & (mine != theirs)
+            if twice.any():
+                own = theirs[twice]
+                self._arena.share(group, mine[twice])
+                theirs[twice] = mine[twice]
+                self._arena.drop(group, own)
+            lacking = (mine < 0) & (theirs >= 0)
+            if lacking.any():
+                mine[lacking] = theirs[lacking]
+                self._arena.keep(group, theirs[lacking])
+
+    def _split(self, node: Node, tokens: int) -> Node:
+        """Cut a node after ``tokens``; the node itself stays the lower part, and the new upper part is returned."""
+        assert node.parent is not None
+        blocks = tokens // self._block_tokens
+        upper = self._new(
+            node.parent,
+            node.tokens[:tokens],
+            [ids[:blocks] for ids in node.blocks],
+            node.end - node.tokens.size + tokens,
+        )
+        upper.users = node.users
+        upper.last_used = node.last_used
+        upper.sealed = node.sealed
+        node.parent.children[self._edge(node)] = upper
+        node.tokens = node.tokens[tokens:]
+        node.blocks = [ids[blocks:] for ids in node.blocks]
+        node.parent = upper
+        upper.children[self._edge(node)] = node
+        if node.stale:
+            self.mark_stale(upper)
+        return upper
+
+    def _edge(self, node: Node) -> bytes:
+        return node.tokens[: self._block_tokens].tobytes()
+
+    def seal(self, node: Node | None) -> None:
+        """The step that computed this node and its unsealed ancestors is done."""
+        while node is not None and not node.sealed:
+            node.sealed = True
+            node = node.parent
+
+    def forget_unsealed(self) -> None:
+        """Forget what a failed step was to compute; its sequences have let go of it."""
+        for node in reversed([node for node in self.nodes() if not node.sealed]):
+            self._cut(node, 0)
+            self._remove(node)
+
+    # -- reclaim --------------------------------------------------------------------------------------------
+
+    def reclaim(self, group: int, wanted: int) -> bool:
+        """Take back blocks, at least one, to help a group that wants ``wanted``; False when nothing is left to take.
+
+        First window blocks that lie further than a window before any reuse point, then leaves that nobody uses, least
+        recently used first and from their tails, then any idle window block.
+        """
+        return self._reclaim_stale() or self._reclaim_leaf(group, wanted) or self._reclaim_idle_windows()
+
+    def _reclaim_stale(self) -> bool:
+        while self._stale:
+            node = self._stale.popleft()
+            node.stale = False
+            if node.parent is not None and self._reclaim_windows(node, keep_tail=True):
+                return True
+        return False
+
+    def _reclaim_leaf(self, group: int, wanted: int) -> bool:
+        while self._idle_leaves:
+            last_used, _, node = self._idle_leaves[0]
+            if node.parent is None or node.users or node.children or node.last_used != last_used:
+                heapq.heappop(self._idle_leaves)
+                continue
+            # With several groups a whole run goes: slabs come back only when all their blocks are free.
+            keep = 0 if len(self._groups) > 1 else max(0, node.blocks[group].size - wanted)
+            self._cut(node, keep)
+            if not keep:
+                heapq.heappop(self._idle_leaves)
+                self._remove(node)
+            return True
+        return False
+
+    def _reclaim_idle_windows(self) -> bool:
+        if not self._windowed:
+            return False
+        taken = [self._reclaim_windows(node, keep_tail=False) for node in self.nodes()]
+        return any(taken)
+
+    def _reclaim_windows(self, node: Node, *, keep_tail: bool) -> bool:
+        taken = False
+        for group in self._windowed:
+            ids = node.blocks[group]
+            end = ids.size
+            if keep_tail:
+                # The node ends where sequences part or stopped: the window before it is what they would reuse.
+                end -= -(-(self._groups[group].layer.window or 0) // self._block_tokens)
+            if end <= 0:
+                continue
+            head = ids[:end]
+            idle = (head >= 0) & (self._arena.refs[group][head] == 0)
+            if idle.any():
+                self._arena.forget(group, head[idle])
+                head[idle] = -1
+                taken = True
+        return taken
+
+    def _cut(self, node: Node, keep: int) -> None:
+        """Cut a node's run after ``keep`` blocks and let the rest of its blocks go."""
+        for group, ids in enumerate(node.blocks):
+            tail = ids[keep:]
+            self._arena.forget(group, tail if group not in self._windowed else tail[tail >= 0])
+        surplus = node.tokens.size - keep * self._block_tokens
+        self.tokens -= surplus
+        if keep:
+            node.tokens = node.tokens[:-surplus]
+            node.blocks = [ids[:keep] for ids in node.blocks]
+            node.end -= surplus
+
+    def _remove(self, node: Node) -> None:
+        """Take a leaf without blocks out of the tree."""
+        parent = node.parent
+        assert parent is not None
+        del parent.children[self._edge(node)]
+        node.parent = None
+        self._node_count -= 1
+        if not parent.users and not parent.children:
+            self._idle(parent)
+
+    def _idle(self, node: Node) -> None:
+        """A node without users and children: a leaf may be reclaimed, a root has no more use."""
+        if node.parent is None:
+            key = self._root_keys.pop(node.id, None)
+            if key is not None:
+                del self._roots[key]
+            return
+        if len(self._idle_leaves) > 64 + 4 * self._node_count:
+            # Most entries are outdated by later uses of their nodes.
+            self._idle_leaves = [
+                entry for entry in self._idle_leaves if entry[2].parent and entry[0] == entry[2].last_used
+            ]
+            heapq.heapify(self._idle_leaves)
+        heapq.heappush(self._idle_leaves, (node.last_used, next(self._offers), node))
+
+    # -- look -----------------------------------------------------------------------------------------------
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node, parents before children; the roots, which hold no tokens, are left out."""
+        for root in self._roots.values():
+            for child in root.children.values():
+                yield from self._below(child)
+
+    def _below(self, node: Node) -> Iterator[Node]:
+        stack = [node]
+        while stack:
+            top = stack.pop()
+            yield top
+            stack.extend(top.children.values())
