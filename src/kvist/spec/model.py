@@ -36,6 +36,7 @@ class ModelSpec:
             what the engine builds the network from.
         assumed: what the source leaves out.
         path: the file or directory on disk, where there is one.
+        exact: false only where the user overrode what is published.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ModelSpec:
     config: Mapping[str, Any] = field(default_factory=dict)
     assumed: tuple[Assumption, ...] = ()
     path: Path | None = None
+    exact: bool = True
 
     def sequence_bytes(self, tokens: int, fmt: CacheFormat) -> int:
         """Logical bytes of one sequence of ``tokens``: windows hold ``min(tokens, window)``, no block rounding."""
@@ -62,8 +64,10 @@ class ModelSpec:
         return sum(layer.token_bytes(fmt) for layer in self.layers if layer.window is None)
 
     @classmethod
-    def read(cls, model: str | Path) -> "ModelSpec":
+    def read(cls, model: str | Path, *, assume: Mapping[str, Any] | None = None) -> "ModelSpec":
         """Read a model from a ``config.json``, a model directory, a ``.gguf`` file or a known name.
+
+        ``assume`` replaces or completes published keys, by Hugging Face's names; the answer is then not exact.
 
         Raises:
             UnknownModel: nothing of that name.
@@ -72,4 +76,4 @@ class ModelSpec:
         """
         from kvist.spec.read import read_model
 
-        return read_model(model)
+        return read_model(model, assume=assume)
