@@ -88,7 +88,8 @@ class Backend(Protocol):
     """One running engine. Every method is safe from any thread and returns at once.
 
     ``max_context`` is the most tokens, prompt and answer together, that one request may have: the least of the model's
-    context, ``--max-context`` and what an empty cache holds for one sequence.
+    context, ``--max-context`` and what an empty cache holds for one sequence. ``cache_tokens`` is the number of tokens
+    that the whole cache holds when every window is full.
     """
 
     @property
@@ -96,6 +97,9 @@ class Backend(Protocol):
 
     @property
     def max_context(self) -> int: ...
+
+    @property
+    def cache_tokens(self) -> int: ...
 
     @property
     def tokenizer(self) -> Tokenizer: ...

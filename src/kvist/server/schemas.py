@@ -1,0 +1,245 @@
+"""The requests that the server reads: strict, and nothing is silently ignored.
+
+A field is in one of three classes: supported (a field of the models below); known to OpenAI's or vLLM's clients and
+accepted only at the value at which it has no effect (`NO_EFFECT`); or unknown. The last two, and every wrong value,
+are a 400 that names the field.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_CHOICES = 128
+MAX_PROMPTS = 2048
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+
+NO_EFFECT: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "cartridge": (),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_json": (),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "metadata": ({},),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "prompt_cache_key": (),
+    "reasoning_effort": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "safety_identifier": (),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+"""Field -> the values at which it changes nothing; null is always one of them."""
+
+_MESSAGE_NO_EFFECT: Mapping[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "name": (),
+    "reasoning_content": ("",),
+    "refusal": ("",),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+
+
+def _wrong(message: str) -> PydanticCustomError:
+    # The message may hold a user's braces, which pydantic would take for a template.
+    return PydanticCustomError("value", "{message}", {"message": message})
+
+
+def _without_no_effect(data: Any, fields: Mapping[str, Any], no_effect: Mapping[str, tuple[Any, ...]]) -> Any:
+    """Drop nulls of known fields and fields at a value without effect; refuse other values of the latter."""
+    if not isinstance(data, dict):
+        return data
+    kept = {}
+    for name, value in data.items():
+        known = name in fields or name in no_effect
+        if known and value is None:
+            continue
+        if name in fields or name not in no_effect:
+            kept[name] = value
+        elif value not in no_effect[name]:
+            raise PydanticCustomError(
+                "unsupported", "{field} is not supported by this server{hint}",
+                {"field": name, "hint": _hint(no_effect[name])},
+            )  # fmt: skip
+    return kept
+
+
+def _hint(accepted: tuple[Any, ...]) -> str:
+    return (
+        f"; only {' or '.join(json.dumps(value) for value in accepted)} is accepted" if accepted else "; leave it out"
+    )
+
+
+def _stops(value: Any) -> Any:
+    stops = [value] if isinstance(value, str) else value
+    if isinstance(stops, list) and "" in stops:
+        raise _wrong("an empty stop string would stop every answer before its first token")
+    return stops
+
+
+def _content(value: Any) -> Any:
+    """Text of a message: a string, or a list of text parts, which are joined."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for index, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise _wrong(f"part {index} has type {kind!r}; only text parts are supported")
+        extra = sorted(set(part) - {"type", "text"})
+        if extra or not isinstance(part.get("text"), str):
+            raise _wrong(f"part {index} must be {{'type': 'text', 'text': string}}" + f", not {extra}" * bool(extra))
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _prompts(value: Any) -> list[str] | list[list[int]]:
+    """One prompt or several, as text or token ids, always returned as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if _is_ids(value):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise _wrong("must be a string, a list of strings, a list of token ids or a list of such lists; not empty")
+    if len(value) > MAX_PROMPTS:
+        raise _wrong(f"{len(value)} prompts; at most {MAX_PROMPTS} go into one request")
+    if all(isinstance(item, str) for item in value) or all(_is_ids(item) for item in value):
+        return value
+    raise _wrong("its items must all be strings, all token ids (0 or more), or all non-empty lists of token ids")
+
+
+class StreamOptions(BaseModel):
+    """What a stream sends beside the answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class GenerationRequest(BaseModel):
+    """Fields that both routes share."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    stop: Annotated[list[str], BeforeValidator(_stops), Field(max_length=MAX_STOPS)] = []
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    ignore_eos: bool = False
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    cache_salt: str = Field("", max_length=1024)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_no_effect(cls, data: Any) -> Any:
+        return _without_no_effect(data, cls.model_fields, NO_EFFECT)
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> "GenerationRequest":
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("stream_options", "stream_options is only allowed when stream is true")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def logprob_count(self) -> int | None:
+        """Alternatives wanted beside each sampled token's log-probability; None when none at all are wanted."""
+        raise NotImplementedError
+
+
+class Message(BaseModel):
+    """One turn of a chat."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_content)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_no_effect(cls, data: Any) -> Any:
+        return _without_no_effect(data, cls.model_fields, _MESSAGE_NO_EFFECT)
+
+
+class ChatRequest(GenerationRequest):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _agree(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise PydanticCustomError(
+                "max_completion_tokens", "max_tokens and max_completion_tokens differ; send one of them"
+            )
+        return self
+
+    @property
+    def logprob_count(self) -> int | None:
+        """Alternatives wanted beside each sampled token's log-probability; None when none at all are wanted."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of ``POST /v1/completions``."""
+
+    prompt: Annotated[list[str] | list[list[int]], PlainValidator(_prompts)]
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _agree(self) -> "CompletionRequest":
+        if self.echo and self.logprobs is not None:
+            raise PydanticCustomError("echo", "echo with logprobs is not supported: prompts have no log-probabilities")
+        return self
+
+    @property
+    def logprob_count(self) -> int | None:
+        """Alternatives wanted beside each sampled token's log-probability; None when none at all are wanted."""
+        return self.logprobs
