@@ -4,13 +4,13 @@
     python benchmarks/serving.py --rounds 3 --json serving.json
 
 Each engine runs alone, in its own interpreter (`peers/worker_*.py`), loaded anew in every round; rounds are
-the outer loop, so that a noisy minute hurts all engines alike. Prompts are English, each piece of text is used
-once, and the warm-up has its own: a prefix cache can only help among the streams of one work.
+the outer loop, so that a noisy minute hurts all engines alike. Prompts are English, each piece of text is
+used once, and the warm-up has its own: a prefix cache can only help among the streams of one work.
 
-Definitions: *prefill* is the time from submission until every stream of the work has its first token; *decode*
-is the remaining tokens of all streams over the remaining time; *total* is the time until the last token.
-Greedy, end tokens ignored. Peak memory is the sum of the peak resident sizes of the engine's processes since
-their start, pages that they share counted in each; of what an engine reserves it holds what was touched.
+Definitions: *prefill* is the time from submission until every stream of the work has its first token;
+*decode* is the remaining tokens of all streams over the remaining time; *total* is the time until the last
+token. Greedy, end tokens ignored. Peak memory is the sum of the peak resident sizes of the engine's processes
+since their start, pages that they share counted in each; of what an engine reserves it holds what was touched.
 """
 
 from __future__ import annotations
@@ -223,9 +223,7 @@ def measure(outcome: dict[str, Any], shape: Shape) -> dict[str, float]:
 
 def spread(values: list[float], digits: int) -> str:
     """Median, with the extremes where there are any."""
-    middle, low, high = (
-        f"{value:,.{digits}f}" for value in (statistics.median(values), min(values), max(values))
-    )
+    middle, low, high = (f"{value:,.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
     return middle if low == high else f"{middle} ({low}–{high})"
 
 
@@ -240,7 +238,7 @@ def table(runs: list[dict[str, Any]], work: str) -> str:
     lines = [
         f"**{work}. {SHAPES[work].title}**",
         "",
-        "| engine | prefill s | decode tok/s | total s | all tok/s | peak MiB | prefill ratio | decode | total |",
+        "| engine | prefill s | decode tok/s | total s | all tok/s | MiB | × prefill | × decode | × total |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     ours = {column: statistics.median(v) for column, v in values.get(OURS, {}).items()}
@@ -282,9 +280,7 @@ def main() -> None:
     parser.add_argument("--works", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--timeout", type=float, default=1800, help="seconds that one engine may take in one round"
-    )
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds that one engine may take in one round")
     parser.add_argument("--text", type=Path, default=TEXT, help="gzipped English text")
     parser.add_argument("--json", type=Path, help="keep every figure here; written anew after each engine")
     args = parser.parse_args()

@@ -20,7 +20,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from time import perf_counter, process_time
+from time import perf_counter, thread_time
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -37,9 +37,7 @@ def prompts(trace: Path, limit: int) -> Iterator[list[int]]:
                 return
             row = json.loads(line)
             tokens = [
-                (block * TRACE_BLOCK + offset) % 2**31
-                for block in row["hash_ids"]
-                for offset in range(TRACE_BLOCK)
+                (block * TRACE_BLOCK + offset) % 2**31 for block in row["hash_ids"] for offset in range(TRACE_BLOCK)
             ]
             yield tokens[: row["input_length"]]
 
@@ -81,19 +79,20 @@ def replay(args: argparse.Namespace, hash_name: str) -> tuple[dict[str, Any], li
     sampling = SamplingParams(max_tokens=1)
 
     seconds = dict.fromkeys(("construct", "hash", "lookup", "allocate", "free"), 0.0)
+    cpu_seconds = dict(seconds)  # the same on this thread's CPU clock, which other processes do not disturb
     alive: deque[Request] = deque()
     hits: list[int] = []
     prompt_tokens = forced = 0
 
     def timed(name: str, call: Any, *arguments: Any) -> Any:
-        start = perf_counter()
+        start, cpu_start = perf_counter(), thread_time()
         result = call(*arguments)
+        cpu_seconds[name] += thread_time() - cpu_start
         seconds[name] += perf_counter() - start
         return result
 
     gc.collect()
     gc.freeze()  # as vLLM's engine does after start-up
-    cpu = process_time()
     for index, tokens in enumerate(prompts(args.trace, args.requests)):
         if len(alive) == args.alive:
             timed("free", manager.free, alive.popleft())
@@ -111,20 +110,24 @@ def replay(args: argparse.Namespace, hash_name: str) -> tuple[dict[str, Any], li
         alive.append(request)
         hits.append(hit)
         prompt_tokens += len(tokens)
-    cpu = process_time() - cpu
     gc.unfreeze()
 
-    calls = seconds["lookup"] + seconds["allocate"] + seconds["free"]
+    def rate(clock: dict[str, float], *names: str) -> float:
+        return len(hits) / sum(clock[name] for name in names)
+
+    calls = ("lookup", "allocate", "free")
     return {
         "hash": hash_name,
         "requests": len(hits),
         "prompt_tokens": prompt_tokens,
         "hit_tokens": sum(hits),
         "freed_early": forced,
-        "requests_per_s": len(hits) / (calls + seconds["hash"]),
-        "requests_per_s_without_hashing": len(hits) / calls,
+        "requests_per_s": rate(seconds, "hash", *calls),
+        "requests_per_s_without_hashing": rate(seconds, *calls),
+        "requests_per_cpu_s": rate(cpu_seconds, "hash", *calls),
+        "requests_per_cpu_s_without_hashing": rate(cpu_seconds, *calls),
         "seconds": seconds,
-        "process_cpu_seconds": cpu,
+        "cpu_seconds": cpu_seconds,
     }, hits
 
 
@@ -136,9 +139,7 @@ def main() -> None:
     parser.add_argument("--pool-tokens", type=int, default=3_000_000)
     parser.add_argument("--alive", type=int, default=32, help="requests that hold blocks at once")
     parser.add_argument("--max-model-len", type=int, default=1 << 20)
-    parser.add_argument(
-        "--hash", nargs="+", default=["sha256", "xxhash"], help="vLLM's names; sha256 is its default"
-    )
+    parser.add_argument("--hash", nargs="+", default=["sha256", "xxhash"], help="vLLM's names; sha256 is its default")
     parser.add_argument("--hits", type=Path, help="write the hit tokens of each request here, as JSON")
     args = parser.parse_args()
 

@@ -45,10 +45,9 @@ def load(job: Job) -> Run:
         answers: list[list[int]] = [[] for _ in work.prompts]
         first = [0.0] * len(work.prompts)
         start = perf_counter()
-        index_of = {}
-        for index, prompt in enumerate(work.prompts):
-            request_id = engine.add_request(str(next(request_ids)), {"prompt_token_ids": prompt}, sampling)
-            index_of[request_id] = index
+        index_of = {str(next(request_ids)): index for index in range(len(work.prompts))}
+        for request_id, index in index_of.items():
+            engine.add_request(request_id, {"prompt_token_ids": work.prompts[index]}, sampling)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 index = index_of[output.request_id]
