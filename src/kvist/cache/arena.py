@@ -206,7 +206,8 @@ class Arena:
             empty = np.bincount(slab_of, minlength=self.layout.num_slabs) == per_slab
             if not empty.any():
                 continue
-            remaining = free[~empty[slab_of]]
+            # Sorted, so that the next blocks come from few slabs and others stay collectable.
+            remaining = np.sort(free[~empty[slab_of]])[::-1]
             self._free[group][: remaining.size] = remaining
             self._free_count[group] = remaining.size
             slabs = np.flatnonzero(empty)

@@ -261,6 +261,12 @@ class CacheManager:
             self.release(sequence, keep=False)
         self.tree.forget_unsealed()
 
+    def clear(self) -> None:
+        """Forget every cached block, and take back the slabs that are free then."""
+        while self.tree.reclaim(0, self.layout.total_blocks(0)):
+            pass
+        self.arena.collect_slabs()
+
     def fork(self, sequence: Sequence) -> Fork | None:
         """A second sequence with the same tokens that shares every whole block; None where memory lacks.
 

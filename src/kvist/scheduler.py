@@ -1,0 +1,259 @@
+"""Which tokens of which requests the next step computes: continuous batching without tensors.
+
+Running requests go first, oldest first, so that decodes never wait for prompts; what is left of the token budget goes
+to prompts, cut in chunks. A request is admitted when its whole prompt fits; when memory runs out for one that runs, the
+newest is preempted: its blocks go back (the prefix tree keeps what it can) and it is computed again later. A
+request that could never fit is refused when it arrives.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy.typing as npt
+
+from kvist.cache.manager import CacheManager, Sequence
+from kvist.cache.prefix import PrefixKey
+from kvist.errors import DoesNotFit, InputError
+from kvist.units import format_size
+
+
+class Request:
+    """A prompt and the tokens generated for it.
+
+    Attributes:
+        id: unique among those that live.
+        sequence: what it holds in the cache; ``sequence.tokens`` are its prompt and generated tokens.
+        prompt_tokens: length of the prompt.
+        max_tokens: most tokens to generate.
+        first_hit_tokens: prompt tokens found in the prefix tree when it was first admitted; None before.
+        preemptions: times that it had to give its blocks back.
+    """
+
+    __slots__ = ("first_hit_tokens", "id", "max_tokens", "preemptions", "prompt_tokens", "sequence")
+
+    def __init__(self, request_id: str, sequence: Sequence, max_tokens: int) -> None:
+        self.id = request_id
+        self.sequence = sequence
+        self.prompt_tokens = sequence.size
+        self.max_tokens = max_tokens
+        self.first_hit_tokens: int | None = None
+        self.preemptions = 0
+
+    @property
+    def generated(self) -> int:
+        """Tokens generated so far."""
+        return self.sequence.size - self.prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One request's part of a step: the tokens at positions ``start … start + count - 1`` are computed.
+
+    ``samples`` tells that the logits of the last of them are wanted: the prompt ends here, or it is a decode.
+    """
+
+    request: Request
+    start: int
+    count: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step computes, and which requests had to make room for it."""
+
+    chunks: list[Chunk]
+    preempted: list[Request]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens computed in the step."""
+        return sum(chunk.count for chunk in self.chunks)
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """Totals since the start."""
+
+    requests: int = 0
+    finished: int = 0
+    preempted: int = 0
+    refused: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    query_tokens: int = 0
+    hit_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much a step and the scheduler take on.
+
+    Attributes:
+        max_running: requests that run at once.
+        max_batch_tokens: tokens that one step computes.
+        max_context: longest sequence, prompt and generated tokens together.
+    """
+
+    max_running: int = 256
+    max_batch_tokens: int = 2048
+    max_context: int = 8192
+
+    def __post_init__(self) -> None:
+        for key in ("max_running", "max_batch_tokens", "max_context"):
+            value = getattr(self, key)
+            if value < 1:
+                raise InputError(f"{key}: {value} is too small; at least 1", key=key)
+
+
+@dataclass(kw_only=True)
+class Scheduler:
+    """Decides step by step; the cache manager decides with it whether memory allows."""
+
+    manager: CacheManager
+    limits: Limits
+    waiting: deque[Request] = field(default_factory=deque)
+    running: list[Request] = field(default_factory=list)
+    counters: Counters = field(default_factory=Counters)
+
+    def longest(self) -> int:
+        """Longest sequence that a request may reach: the context, or what the cache holds of one sequence."""
+        return min(self.limits.max_context, self.manager.longest(self.limits.max_batch_tokens))
+
+    def add(
+        self,
+        request_id: str,
+        tokens: npt.ArrayLike,
+        max_tokens: int | None = None,
+        key: PrefixKey = PrefixKey(),  # noqa: B008
+    ) -> Request:
+        """Queue a prompt, int32 ``[size]``; without ``max_tokens`` it may generate as far as it can.
+
+        Raises:
+            InputError: the prompt is empty, or longer than the context allows with ``max_tokens``.
+            DoesNotFit: the cache could not hold the sequence even alone; the message shows the sum.
+        """
+        try:
+            return self._add(request_id, self.manager.begin(tokens, key), max_tokens)
+        except (InputError, DoesNotFit):
+            self.counters.refused += 1
+            raise
+
+    def _add(self, request_id: str, sequence: Sequence, max_tokens: int | None) -> Request:
+        prompt, context = sequence.size, self.limits.max_context
+        if prompt == 0:
+            raise InputError("prompt: it has no tokens; at least one is needed", key="prompt")
+        if max_tokens is not None and max_tokens < 1:
+            raise InputError(f"max_tokens: {max_tokens} is too small; at least 1", key="max_tokens")
+        if prompt + (max_tokens or 1) > context:
+            generated = f" and {max_tokens} to generate are {prompt + max_tokens}" if max_tokens else ""
+            raise InputError(
+                f"prompt: {prompt} tokens{generated}; the context is {context} tokens, prompt and answer together: "
+                f"shorten the prompt{f' or lower max_tokens to {context - prompt}' if context > prompt else ''}",
+                key="prompt",
+            )
+        longest = self.longest()
+        # The last generated token is returned, and never stored.
+        stored = prompt + (max_tokens or 1) - 1
+        if stored > longest:
+            self._refuse(prompt, stored)
+        request = Request(request_id, sequence, max_tokens or longest + 1 - prompt)
+        request.max_tokens = min(request.max_tokens, context - prompt)
+        self.waiting.append(request)
+        self.counters.requests += 1
+        self.counters.prompt_tokens += prompt
+        return request
+
+    def _refuse(self, prompt: int, stored: int) -> None:
+        layout = self.manager.layout
+        chunk = self.limits.max_batch_tokens
+        terms = " + ".join(
+            f"{group.peak_blocks(stored, chunk)} blocks x {format_size(group.block_bytes)} ({group.name})"
+            for group in self.manager.groups
+        )
+        slabs = self.manager.slabs_needed(stored, chunk)
+        raise DoesNotFit(
+            f"memory: {prompt} prompt tokens and {stored + 1 - prompt} to generate store {stored} tokens at most: "
+            f"{terms} = {format_size(slabs * layout.slab_bytes)}, and the cache has {format_size(layout.total_bytes)}; "
+            f"it holds {self.manager.longest(chunk)} tokens of one sequence"
+        )
+
+    def has_work(self) -> bool:
+        """Whether a step would find something to do."""
+        return bool(self.waiting or self.running)
+
+    def step(self) -> Batch:
+        """Choose what the next step computes, and reserve its memory."""
+        chunks: list[Chunk] = []
+        preempted: list[Request] = []
+        budget = self.limits.max_batch_tokens
+        index = 0
+        while index < len(self.running) and budget:
+            request = self.running[index]
+            reservation = self.manager.reserve(request.sequence, budget)
+            if not reservation.granted:
+                victim = self.running.pop()
+                self._preempt(victim)
+                preempted.append(victim)
+                if not self.running:
+                    # Alone, and its slabs are too scattered among cached blocks: it fits when it starts afresh.
+                    self.manager.clear()
+                continue
+            budget -= self._schedule(chunks, request, reservation.limit)
+            index += 1
+        # Who just had to go would be the first to come back, and go again.
+        while self.waiting and budget and not preempted and len(self.running) < self.limits.max_running:
+            request = self.waiting[0]
+            reservation = self.manager.reserve(request.sequence, budget, whole=True)
+            if not reservation.granted:
+                break
+            self.running.append(self.waiting.popleft())
+            self._count_hit(request, reservation.hit_tokens)
+            budget -= self._schedule(chunks, request, reservation.limit)
+        return Batch(chunks, preempted)
+
+    def _schedule(self, chunks: list[Chunk], request: Request, limit: int) -> int:
+        sequence = request.sequence
+        count = limit - sequence.length
+        chunks.append(Chunk(request, sequence.length, count, limit == sequence.size))
+        return count
+
+    def _count_hit(self, request: Request, hit_tokens: int) -> None:
+        if request.first_hit_tokens is None:
+            request.first_hit_tokens = hit_tokens
+            self.counters.query_tokens += request.prompt_tokens
+            self.counters.hit_tokens += hit_tokens
+
+    def _preempt(self, request: Request) -> None:
+        self.manager.release(request.sequence)
+        request.preemptions += 1
+        self.counters.preempted += 1
+        self.waiting.appendleft(request)
+
+    def commit(self, batch: Batch) -> None:
+        """The step's keys and values are stored."""
+        for chunk in batch.chunks:
+            self.manager.commit(chunk.request.sequence, chunk.start + chunk.count)
+
+    def append(self, request: Request, token: int) -> None:
+        """A token was sampled for a running request."""
+        request.sequence.append(token)
+        self.counters.output_tokens += 1
+
+    def finish(self, request: Request) -> None:
+        """A request has ended, or is not wanted any more: its blocks go back at once."""
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        else:
+            return
+        self.manager.release(request.sequence)
+        self.counters.finished += 1
+
+    def fail(self, batch: Batch) -> list[Request]:
+        """A step failed before its keys and values were stored: drop its requests and all that it was to store."""
+        failed = [chunk.request for chunk in batch.chunks]
+        self.manager.abandon([request.sequence for request in failed])
+        self.running = [request for request in self.running if request not in failed]
+        return failed
