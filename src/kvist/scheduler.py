@@ -6,14 +6,18 @@ newest is preempted: its blocks go back (the prefix tree keeps what it can) and 
 request that could never fit is refused when it arrives.
 """
 
+import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy.typing as npt
 
 from kvist.cache.manager import CacheManager, Sequence
 from kvist.cache.prefix import PrefixKey
 from kvist.errors import DoesNotFit, InputError
+from kvist.planning.capacity import allocated_bytes
 from kvist.units import format_size
 
 
@@ -27,9 +31,10 @@ class Request:
         max_tokens: most tokens to generate.
         first_hit_tokens: prompt tokens found in the prefix tree when it was first admitted; None before.
         preemptions: times that it had to give its blocks back.
+        arrived: when, in seconds since the epoch.
     """
 
-    __slots__ = ("first_hit_tokens", "id", "max_tokens", "preemptions", "prompt_tokens", "sequence")
+    __slots__ = ("arrived", "first_hit_tokens", "id", "max_tokens", "preemptions", "prompt_tokens", "sequence")
 
     def __init__(self, request_id: str, sequence: Sequence, max_tokens: int) -> None:
         self.id = request_id
@@ -38,6 +43,7 @@ class Request:
         self.max_tokens = max_tokens
         self.first_hit_tokens: int | None = None
         self.preemptions = 0
+        self.arrived = time.time()
 
     @property
     def generated(self) -> int:
@@ -250,6 +256,30 @@ class Scheduler:
             return
         self.manager.release(request.sequence)
         self.counters.finished += 1
+
+    def snapshot(self, text_of: Callable[[list[int]], str] | None = None) -> dict[str, Any]:
+        """The cache's picture, the requests that live, and the totals."""
+        states = [(request, "running") for request in self.running] + [(request, "waiting") for request in self.waiting]
+        groups = self.manager.groups
+        return {
+            **self.manager.snapshot({request.id: request.sequence for request in self.running}, text_of),
+            "requests": [
+                {
+                    "id": request.id,
+                    "state": state,
+                    "prompt_tokens": request.prompt_tokens,
+                    "output_tokens": request.generated,
+                    "length": request.sequence.length,
+                    "hit_tokens": request.first_hit_tokens or 0,
+                    "blocks": {group.name: request.sequence.blocks(index) for index, group in enumerate(groups)},
+                    "bytes": self.manager.held_bytes(request.sequence),
+                    "planned_bytes": allocated_bytes(groups, request.sequence.length),
+                    "age_seconds": time.time() - request.arrived,
+                }
+                for request, state in states
+            ],
+            "counters": asdict(self.counters),
+        }
 
     def fail(self, batch: Batch) -> list[Request]:
         """A step failed before its keys and values were stored: drop its requests and all that it was to store."""

@@ -13,8 +13,10 @@ engine writes all keys and values of a layer before it reads any). They are *uns
 takes them out again with :meth:`CacheManager.abandon`.
 """
 
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,7 @@ import numpy.typing as npt
 from kvist.cache.arena import Arena, ArenaLayout, Ids
 from kvist.cache.groups import Group
 from kvist.cache.prefix import Match, Node, PrefixKey, PrefixTree
+from kvist.cache.snapshot import snapshot
 
 _NO_BLOCKS = np.empty(0, np.int64)
 
@@ -238,7 +241,8 @@ class CacheManager:
 
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Give back everything that a sequence holds; the tree keeps its whole blocks unless ``keep`` is False."""
-        if keep:
+        # What was reserved and never stored must not stay in the tree: that is for abandon().
+        if keep and sequence.published <= sequence.length:
             self._publish(sequence, sequence.length // self.block_tokens * self.block_tokens)
             self.tree.seal(sequence.node)
         for group, table in enumerate(sequence.tables):
@@ -301,11 +305,17 @@ class CacheManager:
                 copies.append(BlockCopy(group, source, int(table[-1])))
         return Fork(twin, copies)
 
-    # -- sums -----------------------------------------------------------------------------------------------
+    # -- look -----------------------------------------------------------------------------------------------
 
     def held_bytes(self, sequence: Sequence) -> int:
         """Bytes of the blocks that a sequence refers to, shared ones included."""
         return sum(sequence.blocks(group) * size for group, size in enumerate(self.layout.block_bytes))
+
+    def snapshot(
+        self, sequences: Mapping[str, Sequence] | None = None, text_of: Callable[[list[int]], str] | None = None
+    ) -> dict[str, Any]:
+        """Where every block is, as :mod:`kvist.cache.snapshot` describes it."""
+        return snapshot(self, sequences or {}, text_of)
 
     def slabs_needed(self, length: int, chunk: int) -> int:
         """Slabs that a lone sequence of ``length`` tokens needs when ``chunk`` tokens are in flight."""

@@ -1,0 +1,117 @@
+"""A picture of the cache, as JSON: where every block is, and what the prefix tree knows.
+
+``bytes`` adds up to the arena: free, cached (kept by the prefix tree alone), held (tokens of running sequences) and
+waste (slab tails, and the unfilled ends of held blocks).
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from kvist.cache.manager import CacheManager, Sequence
+
+MOST_NODES = 300
+_TEXT_TOKENS = 16
+_STATES = np.array(list("fchx"))
+
+
+def snapshot(
+    manager: "CacheManager",
+    sequences: Mapping[str, "Sequence"],
+    text_of: Callable[[list[int]], str] | None = None,
+) -> dict[str, Any]:
+    """Describe the arena, its groups and the prefix tree.
+
+    Args:
+        manager: whose cache it is.
+        sequences: the running ones, by the id to call them.
+        text_of: decodes the first tokens of a run of the tree, for people.
+    """
+    arena, layout = manager.arena, manager.layout
+    groups = [_group(manager, index, sequences) for index in range(len(manager.groups))]
+    lent_slabs = layout.num_slabs - arena.free_slabs
+    used_in_slabs = sum(arena.lent(index) * size for index, size in enumerate(layout.block_bytes))
+    tails = lent_slabs * layout.slab_bytes - used_in_slabs
+    unfilled = sum(unfilled_bytes(manager, sequence) for sequence in sequences.values())
+    cached = sum(group["cached"] * group["block_bytes"] for group in groups)
+    held = sum(group["held"] * group["block_bytes"] for group in groups)
+    waste = tails + unfilled
+    return {
+        "arena": {
+            "bytes": layout.total_bytes,
+            "slab_bytes": layout.slab_bytes,
+            "slabs": layout.num_slabs,
+            "slabs_free": arena.free_slabs,
+        },
+        "bytes": {
+            "free": layout.total_bytes - cached - held - tails,
+            "cached": cached,
+            "held": held - unfilled,
+            "waste": waste,
+        },
+        "groups": groups,
+        "tree": _tree(manager, text_of),
+    }
+
+
+def unfilled_bytes(manager: "CacheManager", sequence: "Sequence") -> int:
+    """Bytes in a sequence's blocks beyond its last known token."""
+    return sum(
+        max(0, table.size * group.block_tokens - sequence.size) * group.token_bytes
+        for group, table in zip(manager.groups, sequence.tables, strict=True)
+    )
+
+
+def _group(manager: "CacheManager", index: int, sequences: Mapping[str, "Sequence"]) -> dict[str, Any]:
+    arena, group = manager.arena, manager.groups[index]
+    held = arena.refs[index] > 0
+    state = np.where(held, 2, np.where(arena.kept[index], 1, 0))
+    state[np.repeat(arena.owner_of_slabs() != index, manager.layout.blocks_per_slab[index])] = 3
+    return {
+        "name": group.name,
+        "layers": len(group.layers),
+        "window": group.layer.window,
+        "block_tokens": group.block_tokens,
+        "block_bytes": group.block_bytes,
+        "blocks_total": manager.layout.total_blocks(index),
+        "free": arena.free(index),
+        "cached": arena.cached(index),
+        "held": arena.held(index),
+        "block_states": "".join(f"{count}{_STATES[state[first]]}" for first, count in _runs(np.diff(state) != 0)),
+        "held_by": [
+            [int(ids[first]), count, name]
+            for name, sequence in sequences.items()
+            for ids in [sequence.tables[index][sequence.given_back[index] :]]
+            for first, count in _runs(np.diff(ids) != 1, empty=not ids.size)
+        ],
+    }
+
+
+def _runs(breaks: npt.NDArray[np.bool_], *, empty: bool = False) -> Iterable[tuple[int, int]]:
+    """First index and length of the runs of an array, from where its neighbours part."""
+    if empty:
+        return []
+    starts = [0, *(np.flatnonzero(breaks) + 1).tolist()]
+    ends = [*starts[1:], breaks.size + 1]
+    return [(start, end - start) for start, end in zip(starts, ends, strict=True)]
+
+
+def _tree(manager: "CacheManager", text_of: Callable[[list[int]], str] | None) -> dict[str, Any]:
+    nodes = sorted(manager.tree.nodes(), key=lambda node: node.tokens.size, reverse=True)
+    return {
+        "tokens": manager.tree.tokens,
+        "nodes": [
+            {
+                "id": node.id,
+                "parent": node.parent.id if node.parent and node.parent.parent else None,
+                "tokens": int(node.tokens.size),
+                "users": node.users,
+                "last_used": node.last_used,
+                "text": text_of(node.tokens[:_TEXT_TOKENS].tolist()) if text_of else None,
+            }
+            for node in nodes[:MOST_NODES]
+        ],
+    }

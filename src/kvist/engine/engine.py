@@ -1,0 +1,329 @@
+"""The engine: from prompts to tokens, one step after another.
+
+::
+
+    submit -> scheduler.add                 queued, or refused at once
+    step   -> scheduler.step                which tokens; blocks reserved           } the lock is held
+           -> runner.run                    keys, values, logits
+           -> scheduler.commit, sampler     tokens; events to whoever asked         } the lock is held
+
+One thread calls :meth:`Engine.step`; the other methods are safe from any thread. An :class:`Engine` is used
+directly, or handed to :class:`kvist.engine.loop.EngineLoop`, never both at once.
+"""
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvist.cache.arena import ArenaLayout
+from kvist.cache.groups import DEFAULT_BLOCK_TOKENS, groups_of
+from kvist.cache.manager import CacheManager
+from kvist.cache.prefix import PrefixKey
+from kvist.engine.answer import Account, Answer, Event, FinishReason
+from kvist.engine.generation import Generation
+from kvist.engine.runner import Runner
+from kvist.engine.sampler import Sampled, Sampler, SamplingParams
+from kvist.engine.tokenizer import Tokenizer
+from kvist.errors import EngineFailure, InputError
+from kvist.model_files import locate
+from kvist.planning.capacity import allocated_bytes
+from kvist.scheduler import Batch, Limits, Request, Scheduler
+from kvist.spec.formats import CacheFormat
+from kvist.spec.model import ModelSpec
+from kvist.units import parse_size
+
+_log = logging.getLogger("kvist")
+
+DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_MEMORY = "512MiB"
+DTYPES = ("f32", "bf16", "f16")
+
+
+def best_dtype() -> str:
+    """``bf16`` where this machine multiplies bf16 matrices in hardware, else ``f32``."""
+    capable = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bf16" if capable else "f32"
+
+
+class Engine:
+    """Serves one model from one paged cache.
+
+    Args:
+        model: a name, a model directory or a ``.gguf`` file.
+        memory: for the cache, as ``512MiB`` or bytes.
+        format: how keys and values are stored; the compute type where it is left out.
+        dtype: ``f32``, ``bf16`` or ``f16``; left out, the fastest that this machine computes well.
+        block_tokens: tokens of a block.
+        max_running: sequences that run at once.
+        max_context: longest sequence; the model's own limit where it is left out.
+        max_batch_tokens: tokens that one step computes.
+        prefix_cache: share prefixes among requests.
+        reuse: keep keys and values between steps; without it everything is computed again for every token, which
+            shows what the cache saves.
+
+    Raises:
+        KvistError: the model cannot be had, read or held.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | ModelSpec = DEFAULT_MODEL,
+        *,
+        memory: str | int = DEFAULT_MEMORY,
+        format: CacheFormat | None = None,
+        dtype: str | None = None,
+        block_tokens: int = DEFAULT_BLOCK_TOKENS,
+        max_running: int = 256,
+        max_context: int | None = None,
+        max_batch_tokens: int = 2048,
+        prefix_cache: bool = True,
+        reuse: bool = True,
+    ) -> None:
+        if dtype is not None and dtype not in DTYPES:
+            raise InputError(f"dtype: {dtype!r} is not a compute type; choose one of {', '.join(DTYPES)}", key="dtype")
+        spec = model if isinstance(model, ModelSpec) else ModelSpec.read(model)
+        if spec.path is None:
+            spec = replace(ModelSpec.read(locate(spec.name)), name=spec.name)
+        if max_context is not None and not 1 <= max_context <= spec.max_context:
+            raise InputError(
+                f"max_context: {max_context}; {spec.name} was made for 1 to {spec.max_context} tokens",
+                key="max_context",
+            )
+        self.spec = spec
+        self.dtype = dtype or best_dtype()
+        self.format = format or CacheFormat(key=self.dtype, value=self.dtype)
+        self.groups = groups_of(spec, self.format, block_tokens)
+        layout = ArenaLayout.of(self.groups, parse_size(memory, key="memory"))
+        limits = Limits(
+            max_running=max_running, max_batch_tokens=max_batch_tokens, max_context=max_context or spec.max_context
+        )
+        self.tokenizer = Tokenizer.read(spec)
+        self.runner = Runner(spec, self.groups, layout, dtype=self.dtype)
+        self.cache = CacheManager(self.groups, layout, prefix_cache=prefix_cache and reuse)
+        self.scheduler = Scheduler(manager=self.cache, limits=limits)
+        if self.runner.arena_bytes != layout.total_bytes:
+            raise EngineFailure(
+                f"{layout.total_bytes} bytes of cache were planned, {self.runner.arena_bytes} allocated"
+            )
+        self.reuse = reuse
+        self.started = time.time()
+        self._generations: dict[str, Generation] = {}
+        self._aborts: set[str] = set()
+        self._ids = itertools.count(1)
+        self._lock = threading.RLock()
+        self._recent: deque[tuple[float, int]] = deque(maxlen=256)
+
+    @property
+    def model_id(self) -> str:
+        """The name by which requests ask for the model."""
+        return self.spec.name
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens, prompt and answer together, that a request may have."""
+        return min(self.scheduler.limits.max_context, self.scheduler.longest() + 1)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens of one group, the full one where there is one, that the arena would hold at its fullest."""
+        layout = self.cache.layout
+        windows = [group.layer.window is not None for group in self.groups]
+        index = windows.index(False) if False in windows else 0
+        others = [group.peak_blocks(self.max_context, 1) for group in self.groups]
+        others[index] = 0
+        slabs = layout.num_slabs - layout.slabs_for(others)
+        return max(0, slabs) * layout.blocks_per_slab[index] * self.groups[index].block_tokens
+
+    # -- requests -------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str = "",
+        on_event: Callable[[Event], None],
+    ) -> str:
+        """Queue a prompt of token ids and return the request's id; ``on_event`` is called by whoever steps.
+
+        Raises:
+            InputError: the prompt is empty, too long or has unknown ids.
+            DoesNotFit: it could never fit; the message shows the sum.
+        """
+        vocabulary = self.tokenizer.vocab_size
+        unknown = next((token for token in prompt if not 0 <= token < vocabulary), None)
+        if unknown is not None:
+            raise InputError(f"prompt: token id {unknown} is not in 0 … {vocabulary - 1}", key="prompt")
+        key = PrefixKey(model=self.spec.name, format=str(self.format), salt=cache_salt)
+        with self._lock:
+            request = self.scheduler.add(f"request-{next(self._ids)}", list(prompt), params.max_tokens, key)
+            self._generations[request.id] = Generation(request, params, self.tokenizer, on_event)
+        return request.id
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request before the next step; one that is over already is no error."""
+        with self._lock:
+            if request_id in self._generations:
+                self._aborts.add(request_id)
+
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        with self._lock:
+            return bool(self._aborts) or self.scheduler.has_work()
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        params: SamplingParams | None = None,
+        cache_salt: str = "",
+        **sampling: Any,
+    ) -> list[Answer]:
+        """Answer prompts, texts or lists of token ids, together; the answers come in their order.
+
+        ``sampling`` are the fields of :class:`SamplingParams`, in the place of ``params``.
+
+        Raises:
+            InputError: a prompt or a parameter is wrong; nothing is queued then.
+            DoesNotFit: a prompt could never fit.
+            EngineFailure: a step failed.
+        """
+        if params is None:
+            params = SamplingParams.of(sampling)
+        elif sampling:
+            raise InputError(f"{next(iter(sampling))}: give params or single fields, not both", key="params")
+        answers: list[Answer] = []
+        ids: list[str] = []
+        try:
+            for prompt in prompts:
+                tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+                answer = Answer(prompt_tokens=len(tokens))
+                ids.append(self.submit(tokens, params, cache_salt=cache_salt, on_event=answer.add))
+                answers.append(answer)
+            while any(answer.finish_reason is None for answer in answers):
+                self.step()
+        except BaseException:
+            for request_id in ids:
+                self.abort(request_id)
+            with self._lock:
+                self._apply_aborts()
+            raise
+        failed = next((answer for answer in answers if answer.finish_reason == "error"), None)
+        if failed:
+            raise EngineFailure(failed.error or "a step failed")
+        return answers
+
+    # -- steps ----------------------------------------------------------------------------------------------
+
+    def step(self) -> Batch:
+        """Compute one batch, and tell everyone who waits for it what came of it."""
+        with self._lock:
+            self._apply_aborts()
+            batch = self.scheduler.step()
+            now = time.perf_counter()
+            for chunk in batch.chunks:
+                generation = self._generations[chunk.request.id]
+                generation.started = generation.started or now
+        if not batch.chunks:
+            return batch
+        try:
+            logits = self.runner.run(batch)
+            sampling = [self._generations[chunk.request.id] for chunk in batch.chunks if chunk.samples]
+            sampled = Sampler.sample(logits, [generation.sampler for generation in sampling])
+        except BaseException as error:
+            with self._lock:
+                _log.exception("a step failed")
+                for request in self.scheduler.fail(batch):
+                    failure = Event(finish_reason="error", error=f"{type(error).__name__}: {error}")
+                    self._end(self._generations[request.id], failure)
+            if not isinstance(error, Exception):
+                raise
+            return batch
+        with self._lock:
+            self.scheduler.commit(batch)
+            self._recent.append((time.perf_counter(), len(sampled)))
+            for generation, token in zip(sampling, sampled, strict=True):
+                self._take(generation, token)
+        return batch
+
+    def _take(self, generation: Generation, sampled: Sampled) -> None:
+        self.scheduler.append(generation.request, sampled.token_id)
+        event = generation.take(sampled)
+        if event.finish_reason:
+            self._end(generation, event)
+            return
+        if not self.reuse:
+            self.cache.release(generation.request.sequence, keep=False)
+        self._tell(generation, event)
+
+    def _end(self, generation: Generation, event: Event) -> None:
+        """A request is over: its account is taken, and its blocks go back before anyone hears of it."""
+        request = generation.request
+        account = self._account(request)
+        self.scheduler.finish(request)
+        del self._generations[request.id]
+        self._aborts.discard(request.id)
+        self._tell(generation, replace(event, account=account.to_dict(), timing=generation.timing()))
+
+    def _tell(self, generation: Generation, event: Event) -> None:
+        try:
+            generation.on_event(event)
+        except Exception:
+            # Whoever asked is gone; the others go on.
+            _log.exception("a listener of %s failed", generation.request.id)
+            if generation.request.id in self._generations:
+                self._aborts.add(generation.request.id)
+
+    def _account(self, request: Request) -> Account:
+        sequence = request.sequence
+        waste = sum(
+            ((sequence.blocks(index) + sequence.given_back[index]) * group.block_tokens - sequence.length)
+            * group.token_bytes
+            for index, group in enumerate(self.groups)
+        )
+        return Account(
+            planned_bytes=allocated_bytes(self.groups, sequence.length),
+            allocated_bytes=self.cache.held_bytes(sequence),
+            waste_bytes=waste,
+            blocks=sum(sequence.blocks(index) for index in range(len(self.groups))),
+            prefix_hit_tokens=request.first_hit_tokens or 0,
+        )
+
+    def _apply_aborts(self) -> None:
+        for request_id in self._aborts & self._generations.keys():
+            self._end(self._generations[request_id], Event(finish_reason="abort"))
+        self._aborts.clear()
+
+    def abort_all(self, reason: FinishReason, error: str | None = None) -> None:
+        """End every request, between steps."""
+        with self._lock:
+            for generation in list(self._generations.values()):
+                self._end(generation, Event(finish_reason=reason, error=error))
+
+    # -- look -----------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        """Where every block is; what ``/cache`` shows."""
+        with self._lock:
+            return {
+                "model": self.model_id,
+                "format": {"key": self.format.key, "value": self.format.value},
+                "dtype": self.dtype,
+                "uptime_seconds": time.time() - self.started,
+                **self.scheduler.snapshot(self.tokenizer.decode),
+                "speed": {"tokens_per_second": self._tokens_per_second()},
+            }
+
+    def _tokens_per_second(self) -> float:
+        """Generated tokens over the last ten seconds."""
+        now = time.perf_counter()
+        recent = [(then, count) for then, count in self._recent if now - then < 10]
+        return sum(count for _, count in recent) / max(now - recent[0][0], 1e-3) if len(recent) > 1 else 0.0
