@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvist.engine.sampler import SamplingParams
+from kvist.engine.stream import StopMatcher
 from kvist.errors import DoesNotFit, EngineFailure
 
 BLOCK = 16
@@ -69,12 +70,12 @@ class FakeRequest:
     prompt: list[int]
     params: SamplingParams
     on_event: Callable[[FakeEvent], None]
+    stops: StopMatcher
     hit: int
     reply: Iterator[int]
     started: float
     blocks: dict[str, list[int]]
     decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
-    written: str = ""
     outputs: int = 0
     aborted: bool = False
 
@@ -170,7 +171,7 @@ class FakeLoop:
                 )
             hit = self._match(prompt_ids, cache_salt)
             request = FakeRequest(
-                id=f"r{next(self._ids)}", prompt=prompt_ids, params=params, on_event=on_event, hit=hit,
+                id=f"r{next(self._ids)}", prompt=prompt_ids, params=params, on_event=on_event, hit=hit, stops=StopMatcher(params.stop),
                 reply=_reply(text, params), started=time.monotonic(), blocks={g.name: [] for g in self._groups},
             )  # fmt: skip
             self._known.append((cache_salt, prompt_ids, time.monotonic()))
@@ -225,18 +226,14 @@ class FakeLoop:
         request.outputs += 1
         self._counters["output_tokens"] += 1
         text = "" if token >= 256 else request.decoder.decode(bytes([token]))
-        request.written += text
-        cut = min((at for stop in params.stop if (at := request.written.find(stop)) >= 0), default=None)
-        if cut is not None:
-            text = text[: max(0, len(text) - (len(request.written) - cut))]
-        stopped = (
-            cut is not None or (token == EOS and not params.ignore_eos) or token in params.stop_token_ids
-        )  # fmt: skip
+        text, matched = request.stops.push(text)
+        stopped = matched or (token == EOS and not params.ignore_eos) or token in params.stop_token_ids
         logprobs = []
         if params.logprobs is not None:
             others = [(token, -0.5), ((token + 1) % 256, -1.5), ((token + 2) % 256, -math.inf)]
             logprobs = [FakeLogprob(token_id=token, logprob=-0.5, top=others[: params.logprobs])]
         if stopped or request.outputs >= params.max_tokens:
+            text += request.stops.flush()
             self._end(request, "stop" if stopped else "length", text=text, token_ids=[token], logprobs=logprobs)
         else:
             request.on_event(FakeEvent(text=text, token_ids=[token], logprobs=logprobs))

@@ -21,7 +21,7 @@ a model.
     speed            {"tokens_per_second"}
 
 ``block_states`` is one letter a block in the order of block ids, run-length coded as count and letter: ``120h16c4096f``
-(f free, c cached, h held). ``held_by`` is optional: ``[[first block, count, request id], …]``, so that the page can
+(f free, c cached, h held, - in a slab that is not lent to this group). ``held_by`` is optional: ``[[first block, count, request id], …]``, so that the page can
 give each request its hue; a block that several requests share may be named once.
 """
 

@@ -57,21 +57,26 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         InputError: no such host, or the port is taken or not allowed.
     """
+    if not 0 <= port <= 65535:
+        raise InputError(f"--port {port}: a port is 0 to 65535 (0: any that is free)", key="port")
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except (socket.gaierror, OverflowError) as error:
-        raise InputError(f"--host {host} --port {port}: {error}; the port is 0 to 65535", key="host") from None
+    except (socket.gaierror, UnicodeError) as error:
+        raise InputError(f"--host {host}: {error}; give an address of this machine", key="host") from None
     listener = socket.socket(family, kind, proto)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         listener.close()
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise InputError(f"--port {port} on {host}: {reason}; choose another with --port", key="port") from None
+        raise _in_use(host, port, error) from None
     return listener
+
+
+def _in_use(host: str, port: int, error: OSError) -> InputError:
+    return InputError(f"--port {port} on {host}: {error.strerror}; choose another with --port", key="port")
 
 
 def run(loop: Backend, listener: socket.socket, *, api_key: str | None = None) -> int:
@@ -86,6 +91,9 @@ def run(loop: Backend, listener: socket.socket, *, api_key: str | None = None) -
     server = _Server(config, app, loop, ready=_ready_line(loop, host, port))
     try:
         asyncio.run(server.serve(sockets=[listener]))
+    except OSError as error:
+        # Two servers that start at the same moment can both bind; only one can listen.
+        raise _in_use(host, port, error) from None
     finally:
         loop.stop(drain=False)
     return 0

@@ -1,0 +1,91 @@
+"""The server as a process: its ready line, its signals and its exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+
+import openai
+import pytest
+from fake_engine import FakeLoop
+from server_checks import CHAT, HELLO
+
+FAKE = Path(__file__).with_name("fake_engine.py")
+
+
+@contextlib.contextmanager
+def started(*options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Start the fake server; yield the process and its port once it says that it is ready."""
+    command = [sys.executable, "-W", "error", str(FAKE), "--port", "0", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            ready = process.stderr.readline()
+            match = re.fullmatch(
+                r"kvist: fake-1m in f32 is ready on http://127\.0\.0\.1:(\d+) · cache 65,536 tokens in 48 MiB \(bf16/bf16\)\n",
+                ready,
+            )
+            assert match, ready
+            yield process, int(match[1])
+        finally:
+            process.kill()
+
+
+def status(port: int, method: str, path: str, body: object = None) -> int:
+    with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+        connection.request(method, path, json.dumps(body), {"content-type": "application/json"})
+        return connection.getresponse().status
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_running_answers_finish(number: signal.Signals) -> None:
+    with started("--step", "0.02") as (process, port):
+        assert status(port, "GET", "/health") == 200
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+            stream = client.chat.completions.create(
+                model=FakeLoop.model_id, messages=HELLO, stream=True, max_tokens=50, extra_body={"ignore_eos": True}
+            )
+            next(stream)
+            process.send_signal(number)
+            assert process.stderr is not None
+            assert process.stderr.readline() == "kvist: shutting down; finishing 1 first, a second signal aborts\n"
+            assert status(port, "GET", "/health") == 503
+            assert status(port, "POST", CHAT, {"model": FakeLoop.model_id, "messages": HELLO}) == 503
+            chunks = list(stream)
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert sum(bool(chunk.choices[0].delta.content) for chunk in chunks) == 50
+        assert process.wait(20) == 0
+        assert process.stderr.read() == ""
+
+
+def test_a_second_signal_aborts() -> None:
+    with started("--step", "0.02") as (process, port):
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+            stream = client.chat.completions.create(
+                model=FakeLoop.model_id, messages=HELLO, stream=True, max_tokens=1900, extra_body={"ignore_eos": True}
+            )
+            next(stream)
+            process.send_signal(signal.SIGTERM)
+            assert process.stderr is not None
+            process.stderr.readline()
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(openai.APIError, match="shutting down"):
+                list(stream)
+        assert process.wait(20) == 0
+
+
+def test_an_idle_server_ends_at_once() -> None:
+    with started() as (process, port):
+        # A connection that is kept alive must not hold it up.
+        with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+            connection.request("GET", "/cache")
+            connection.getresponse().read()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
