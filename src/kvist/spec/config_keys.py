@@ -13,15 +13,19 @@ _MOST = 2**40
 class ConfigKeys:
     """A configuration being read.
 
-    ``config`` is a completed copy; ``assumed`` lists the defaults that were taken.
+    ``config`` is a completed copy, with ``overrides`` in place of what is published; ``assumed`` lists the defaults
+    that were taken, ``asked`` the keys that were looked at.
     """
 
-    def __init__(self, config: Mapping[str, Any], *, name: str) -> None:
-        self.config: dict[str, Any] = dict(config)
+    def __init__(self, config: Mapping[str, Any], *, name: str, overrides: Mapping[str, Any] | None = None) -> None:
+        self.overrides = overrides or {}
+        self.config: dict[str, Any] = {**config, **self.overrides}
         self.name = name
         self.assumed: list[Assumption] = []
+        self.asked: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
+        self.asked.add(key)
         return key in self.config
 
     @property
@@ -31,6 +35,7 @@ class ConfigKeys:
 
     def get(self, key: str) -> Any:
         """Return the value, or None where it is null or left out."""
+        self.asked.add(key)
         return self.config.get(key)
 
     def set(self, key: str, value: Any) -> None:
@@ -43,14 +48,14 @@ class ConfigKeys:
 
     def fill(self, key: str, value: Any) -> None:
         """Take a default that no cache byte depends on and that published files commonly leave out."""
-        if self.config.get(key) is None:
+        if self.get(key) is None:
             self.config[key] = value
 
     def count(
         self, key: str, *, default: int | None = None, least: int = 1, most: int = _MOST, source: str = ""
     ) -> int:
         """Return a whole number of at least ``least``; a null counts as left out."""
-        value = self.config.get(key)
+        value = self.get(key)
         if value is None:
             if default is None:
                 raise self.missing(key)
@@ -62,7 +67,7 @@ class ConfigKeys:
 
     def number(self, key: str, *, default: float, source: str) -> float:
         """Return a positive finite number."""
-        value = self.config.get(key)
+        value = self.get(key)
         if value is None:
             value = self.config[key] = default
             self.note(key, default, source)
@@ -72,7 +77,7 @@ class ConfigKeys:
 
     def flag(self, key: str, *, default: bool) -> bool:
         """Return true or false; left out, the default that every source agrees on."""
-        value = self.config.get(key)
+        value = self.get(key)
         if value is None:
             value = self.config[key] = default
         if not isinstance(value, bool):
@@ -81,7 +86,7 @@ class ConfigKeys:
 
     def text(self, key: str, *, default: str | None, source: str) -> str:
         """Return a string."""
-        value = self.config.get(key)
+        value = self.get(key)
         if value is None:
             if default is None:
                 raise UnsupportedModel(f"{self.name}: {key} is missing; it must name the model's family", key=key)
@@ -106,8 +111,9 @@ class ConfigKeys:
             )
         outer = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "torch_dtype", "dtype")
         carried = {name: self.config[name] for name in (*outer, "quantization_config") if name in self.config}
-        inner = ConfigKeys(carried | part | {"model_type": model_type}, name=f"{self.name}: {key}")
-        inner.assumed = self.assumed
+        overrides = {name: value for name, value in self.overrides.items() if name != "model_type"}
+        inner = ConfigKeys(carried | part | {"model_type": model_type}, name=f"{self.name}: {key}", overrides=overrides)
+        inner.assumed, inner.asked = self.assumed, self.asked
         return inner
 
     def flatten_rope(self, *, theta: float, local_theta: float | None, source: str) -> None:
@@ -115,7 +121,7 @@ class ConfigKeys:
 
         Version 5 writes one ``rope_parameters`` object, or one for each kind of layer.
         """
-        parameters = self.config.get("rope_parameters")
+        parameters = self.get("rope_parameters")
         if parameters is not None and not isinstance(parameters, dict):
             raise self.wrong("rope_parameters", "an object")
         wide = dict(parameters or {})
@@ -129,7 +135,7 @@ class ConfigKeys:
         if local_theta is not None:
             self.fill("rope_local_base_freq", local.get("rope_theta"))
             self.number("rope_local_base_freq", default=local_theta, source=source)
-        scaling = self.config.get("rope_scaling")
+        scaling = self.get("rope_scaling")
         if scaling is None and wide.get("rope_type", "default") != "default":
             scaling = {key: value for key, value in wide.items() if key != "rope_theta"}
         if scaling is not None and not isinstance(scaling, dict):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvist.errors import UnsupportedModel
+from kvist.errors import InputError, UnsupportedModel
 from kvist.spec.config_keys import ConfigKeys
 from kvist.spec.layers import Attention
 from kvist.spec.model import Assumption, Layer
@@ -34,24 +34,30 @@ class Reading:
     assumed: tuple[Assumption, ...]
 
 
-def read_config(config: Mapping[str, Any], *, name: str) -> Reading:
+def read_config(config: Mapping[str, Any], *, name: str, overrides: Mapping[str, Any] | None = None) -> Reading:
     """Read a ``config.json``.
 
     Args:
         config: its content.
         name: what messages call it.
+        overrides: values in place of what is published, by key.
 
     Raises:
+        InputError: a key of ``overrides`` is none that the family reads.
         UnsupportedModel: of a family, or with a mechanism, that cannot be read exactly; names the key.
         BadFile: a key is missing, of another kind or out of range; names it, its value and what would be right.
     """
-    keys = ConfigKeys(config, name=name)
+    keys = ConfigKeys(config, name=name, overrides=overrides)
     family = keys.text("model_type", default=_type_of_architecture(config), source="implied by `architectures`")
     if family not in FAMILIES:
         raise UnsupportedModel(
             f"{name}: model_type is {family!r}; supported are {', '.join(FAMILIES)}", key="model_type"
         )
-    return FAMILIES[family](keys)
+    reading = FAMILIES[family](keys)
+    for key in keys.overrides:
+        if key not in keys.asked:
+            raise InputError(f"assume: {key!r} is no key that is read for model_type {family}", key="assume")
+    return reading
 
 
 def _llama(keys: ConfigKeys) -> Reading:

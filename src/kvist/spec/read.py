@@ -125,7 +125,7 @@ def _read(
     config: Mapping[str, Any], assume: Mapping[str, Any], *, name: str, assumed: tuple[Assumption, ...] = ()
 ) -> Reading:
     given = tuple(Assumption(key=key, value=value, source="--assume") for key, value in assume.items())
-    reading = read_config({**config, **assume}, name=name)
+    reading = read_config(config, name=name, overrides=assume)
     filled_before = tuple(entry for entry in assumed if entry.key not in assume)
     return Reading(
         layers=reading.layers,

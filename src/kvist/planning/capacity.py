@@ -1,0 +1,162 @@
+"""How many sequences a cache holds, by the very arithmetic with which the engine cuts and lends its arena.
+
+The engine and the planner both call :func:`allocated_bytes`; that is why they cannot disagree.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvist.cache.arena import ArenaLayout
+from kvist.cache.groups import Group
+from kvist.errors import DoesNotFit, InputError
+from kvist.spec.formats import CacheFormat
+from kvist.spec.model import ModelSpec
+from kvist.units import format_size
+
+DEFAULT_CHUNK = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """What a cache of some size holds.
+
+    Attributes:
+        cache_bytes: given to the cache.
+        cache_tokens: tokens that it holds; with windows, when they are those of sequences of ``context``.
+        context: tokens of each sequence.
+        block_tokens: of every group.
+        layout: how the memory is cut.
+        groups: what it is cut for.
+        users_slab: sequences when each reserves its longest context in one piece.
+        users_paged: sequences of ``context`` that decode at once.
+        waste_slab: bytes that ``users_slab`` reserve beyond what ``context`` tokens need.
+        waste_paged: bytes in the blocks of ``users_paged`` that hold no token.
+        sequence_blocks: blocks of one sequence at ``context`` in each group, one token in flight.
+        prefill_chunk: most prompt tokens that the last of them can compute in one step beside the others.
+    """
+
+    cache_bytes: int
+    cache_tokens: int
+    context: int
+    block_tokens: int
+    layout: ArenaLayout
+    groups: tuple[Group, ...]
+    users_slab: int
+    users_paged: int
+    waste_slab: int
+    waste_paged: int
+    sequence_blocks: tuple[int, ...]
+    prefill_chunk: int
+
+    @property
+    def sequence_allocated(self) -> int:
+        """Bytes of the blocks of one sequence at ``context`` while it decodes."""
+        return sum(count * group.block_bytes for count, group in zip(self.sequence_blocks, self.groups, strict=True))
+
+    def require(self, users: int) -> None:
+        """Raise :class:`DoesNotFit`, with the sum, unless ``users`` sequences of ``context`` fit."""
+        if users > self.users_paged:
+            needed = self.layout.slabs_for([users * count for count in self.sequence_blocks]) * self.layout.slab_bytes
+            raise DoesNotFit(
+                f"{users} users x {self.context} tokens need {format_size(needed)} of blocks "
+                f"({format_size(self.sequence_allocated)} each); the cache of {format_size(self.cache_bytes)} "
+                f"holds {self.users_paged}"
+            )
+
+
+def allocated_bytes(groups: Sequence[Group], length: int) -> int:
+    """Bytes of the blocks that a sequence of ``length`` stored tokens holds when nothing is in flight.
+
+    Whole blocks in every group; a window has given back the blocks that its next query does not see.
+    """
+    return sum(group.live_blocks(length) * group.block_bytes for group in groups)
+
+
+def capacity_of(
+    spec: ModelSpec,
+    fmt: CacheFormat,
+    groups: tuple[Group, ...],
+    *,
+    cache_bytes: int,
+    context: int,
+    chunk: int = DEFAULT_CHUNK,
+) -> Capacity:
+    """Count what fits into ``cache_bytes``.
+
+    Args:
+        spec: whose groups they are.
+        fmt: how keys and values are stored.
+        groups: as the engine makes them.
+        cache_bytes: for the cache alone.
+        context: tokens of each sequence, prompt and answer together.
+        chunk: most prompt tokens that a step computes.
+
+    Raises:
+        DoesNotFit: there is not one slab for each group.
+        InputError: no context, or no chunk.
+    """
+    for key, value in (("context", context), ("chunk", chunk)):
+        if value < 1:
+            raise InputError(f"{key}: {value} tokens; at least 1", key=key)
+    layout = ArenaLayout.of(groups, cache_bytes)
+    blocks = tuple(group.peak_blocks(context, 1) for group in groups)
+
+    def fits(users: int, chunk: int) -> bool:
+        """One of them still computes its prompt: only then are there chunks in flight, and one is the least."""
+        counts = [
+            (users - 1) * count + group.peak_blocks(context, chunk) for group, count in zip(groups, blocks, strict=True)
+        ]
+        return layout.slabs_for(counts) <= layout.num_slabs
+
+    least_chunk = min(groups[0].block_tokens, context, chunk)
+    most_blocks = layout.num_slabs * max(layout.blocks_per_slab)
+    users = _most(lambda count: fits(count, least_chunk), most_blocks)
+    last_chunk = _most(lambda count: fits(users, count), min(chunk, context)) if users else 0
+    reserved = spec.sequence_bytes(max(spec.max_context, context), fmt)
+    needed = spec.sequence_bytes(context, fmt)
+    slab_users = cache_bytes // reserved if reserved else 0
+    held = sum(count * group.block_bytes for count, group in zip(blocks, groups, strict=True))
+    return Capacity(
+        cache_bytes=cache_bytes,
+        cache_tokens=_tokens_held(groups, layout, blocks, context, users),
+        context=context,
+        block_tokens=groups[0].block_tokens,
+        layout=layout,
+        groups=groups,
+        users_slab=slab_users,
+        users_paged=users,
+        waste_slab=slab_users * (reserved - needed),
+        waste_paged=users * (held - needed),
+        sequence_blocks=blocks,
+        prefill_chunk=last_chunk,
+    )
+
+
+def _most(fits: Callable[[int], bool], limit: int) -> int:
+    """Largest n up to ``limit`` that fits, where all smaller ones do too; 0 where none does."""
+    low, high = 0, limit + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _tokens_held(groups: Sequence[Group], layout: ArenaLayout, blocks: Sequence[int], context: int, users: int) -> int:
+    """Tokens of as many sequences of ``context`` as fit, and of a shorter last one.
+
+    Without windows it makes no difference how the tokens are spread over sequences that fill their blocks, and the
+    number is that of the whole blocks.
+    """
+    if all(group.layer.window is None for group in groups):
+        users, limit = 0, layout.num_slabs * max(layout.blocks_per_slab) * groups[0].block_tokens
+    else:
+        limit = context - 1
+
+    def fits(length: int) -> bool:
+        counts = [users * count + group.peak_blocks(length, 1) for group, count in zip(groups, blocks, strict=True)]
+        return layout.slabs_for(counts) <= layout.num_slabs
+
+    return users * context + _most(fits, limit)

@@ -1,0 +1,211 @@
+"""``kvist.plan``: (model, format, memory, workload) to a :class:`Plan`.
+
+Costs of one sequence are logical and come from the layers; what fits into a memory comes from
+:mod:`kvist.planning.capacity`, which is only loaded when it is asked for.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvist.errors import DoesNotFit, InputError
+from kvist.planning.plan import Budget, EngineAccount, EngineGroup, LayerRow, Plan
+from kvist.spec.formats import CacheFormat
+from kvist.spec.model import ModelSpec
+from kvist.units import format_size, parse_size, parse_tokens
+
+DEFAULT_TOKENS = (1024, 8192, 32768, 131072)
+DEFAULT_CONTEXT = 8192
+ENGINES = ("kvist",)
+
+
+def plan(
+    spec: ModelSpec | str | Path,
+    *,
+    format: CacheFormat | None = None,
+    tokens: Iterable[int | str] | None = None,
+    memory: int | str | None = None,
+    cache_memory: int | str | None = None,
+    context: int | str | None = None,
+    users: int | None = None,
+    block_tokens: int | None = None,
+    chunk: int | None = None,
+    engine: str | None = None,
+) -> Plan:
+    """Say what one sequence of a model costs and how many fit.
+
+    Args:
+        spec: a model, or what :meth:`ModelSpec.read` takes.
+        format: codecs of keys and values; bf16 by default.
+        tokens: lengths to price; by default those of 1k, 8k, 32k, 128k that the model allows.
+        memory: bytes for weights and cache together.
+        cache_memory: bytes for the cache alone; one of the two, or neither.
+        context: tokens of each user's sequence; by default 8k, or the longest that the model allows.
+        users: how many must fit.
+        block_tokens: tokens of a block; the engine's default where left out.
+        chunk: most prompt tokens that a step computes; the engine's default where left out.
+        engine: whose accounting to show; ``kvist``.
+
+    Raises:
+        InputError: a value is out of range or two contradict each other.
+        DoesNotFit: the weights or the users do not fit; the message shows the sum.
+    """
+    if not isinstance(spec, ModelSpec):
+        spec = ModelSpec.read(spec)
+    fmt = format or CacheFormat()
+    if memory is not None and cache_memory is not None:
+        raise InputError("memory and cache_memory are both given; memory includes the weights: give one", key="memory")
+    if engine is not None and engine not in ENGINES:
+        raise InputError(f"engine: {engine!r} is not accounted for; choose one of {', '.join(ENGINES)}", key="engine")
+    if memory is None and cache_memory is None:
+        for key, value in (("users", users), ("engine", engine)):
+            if value is not None:
+                raise InputError(f"{key}: {value} needs a memory to count in; add memory or cache_memory", key=key)
+    if users is not None and users < 1:
+        raise InputError(f"users: {users}; at least 1", key="users")
+    result = Plan(
+        spec=spec,
+        format=fmt,
+        layers=_layer_rows(spec),
+        append_bytes_per_token=spec.append_bytes_per_token(fmt),
+        retained_bytes_per_token=spec.retained_bytes_per_token(fmt),
+        state_bytes=0,
+        sequence_bytes={count: spec.sequence_bytes(count, fmt) for count in _lengths(spec, tokens)},
+    )
+    if memory is None and cache_memory is None:
+        return result
+    return _with_capacity(
+        result,
+        memory=None if memory is None else parse_size(memory, key="memory"),
+        cache_memory=None if cache_memory is None else parse_size(cache_memory, key="cache_memory"),
+        context=_context(spec, context),
+        users=users,
+        block_tokens=block_tokens,
+        chunk=chunk,
+        engine=engine,
+    )
+
+
+def _layer_rows(spec: ModelSpec) -> tuple[LayerRow, ...]:
+    return tuple(
+        LayerRow(
+            kind="attention",
+            count=count,
+            kv_heads=layer.kv_heads,
+            key_dim=layer.key_dim,
+            value_dim=layer.value_dim,
+            window=layer.window,
+        )
+        for layer, count in Counter(spec.layers).items()
+    )
+
+
+def _lengths(spec: ModelSpec, tokens: Iterable[int | str] | None) -> list[int]:
+    if tokens is None:
+        return [count for count in DEFAULT_TOKENS if count <= spec.max_context] or [spec.max_context]
+    return sorted({parse_tokens(count, key="tokens") for count in tokens})
+
+
+def _context(spec: ModelSpec, context: int | str | None) -> int:
+    if context is None:
+        return min(DEFAULT_CONTEXT, spec.max_context)
+    count = parse_tokens(context, key="context")
+    if not 1 <= count <= spec.max_context:
+        raise InputError(f"context: {count} tokens; {spec.name} allows 1 to {spec.max_context}", key="context")
+    return count
+
+
+def _with_capacity(
+    result: Plan,
+    *,
+    memory: int | None,
+    cache_memory: int | None,
+    context: int,
+    users: int | None,
+    block_tokens: int | None,
+    chunk: int | None,
+    engine: str | None,
+) -> Plan:
+    from kvist.cache.groups import DEFAULT_BLOCK_TOKENS, groups_of
+    from kvist.planning.capacity import DEFAULT_CHUNK, Capacity, capacity_of
+
+    spec, fmt = result.spec, result.format
+    block = DEFAULT_BLOCK_TOKENS if block_tokens is None else block_tokens
+    if not 1 <= block <= 2**20:
+        raise InputError(f"block_tokens: {block}; 1 to {2**20}", key="block_tokens")
+    weights = 0
+    if cache_memory is None:
+        assert memory is not None
+        weights = _weights(spec)
+        cache_memory = memory - weights
+        if cache_memory <= 0:
+            raise DoesNotFit(
+                f"the weights of {spec.name} take {format_size(weights)}; {format_size(memory)} leaves no cache"
+            )
+    capacity: Capacity = capacity_of(
+        spec,
+        fmt,
+        groups_of(spec, fmt, block),
+        cache_bytes=cache_memory,
+        context=context,
+        chunk=DEFAULT_CHUNK if chunk is None else chunk,
+    )
+    if users is not None:
+        capacity.require(users)
+    budget = Budget(
+        memory=cache_memory if memory is None else memory,
+        weights=weights,
+        overhead=0,
+        cache=cache_memory,
+        cache_tokens=capacity.cache_tokens,
+        context=context,
+        block_tokens=block,
+        users_slab=capacity.users_slab,
+        users_paged=capacity.users_paged,
+        waste_slab=capacity.waste_slab,
+        waste_paged=capacity.waste_paged,
+        sequence_allocated=capacity.sequence_allocated,
+        prefill_chunk=capacity.prefill_chunk,
+    )
+    account = None
+    if engine is not None:
+        growing = next((index for index, group in enumerate(capacity.groups) if group.layer.window is None), 0)
+        account = EngineAccount(
+            name=engine,
+            num_blocks=capacity.layout.total_blocks(growing),
+            cache_tokens=capacity.cache_tokens,
+            max_concurrency=capacity.cache_tokens / context,
+            slab_bytes=capacity.layout.slab_bytes,
+            num_slabs=capacity.layout.num_slabs,
+            groups=tuple(
+                EngineGroup(
+                    name=group.name, layers=len(group.layers), block_bytes=group.block_bytes, blocks_per_slab=per
+                )
+                for group, per in zip(capacity.groups, capacity.layout.blocks_per_slab, strict=True)
+            ),
+            flags=(
+                *("--memory", str(cache_memory), "--block", str(block)),
+                *("--key", fmt.key, "--value", fmt.value, "--max-context", str(context)),
+            ),
+        )
+    return Plan(
+        spec=spec,
+        format=fmt,
+        layers=result.layers,
+        append_bytes_per_token=result.append_bytes_per_token,
+        retained_bytes_per_token=result.retained_bytes_per_token,
+        state_bytes=result.state_bytes,
+        sequence_bytes=result.sequence_bytes,
+        capacity=budget,
+        engine=account,
+    )
+
+
+def _weights(spec: ModelSpec) -> int:
+    if spec.weights_bytes is None:
+        raise InputError(
+            f"memory: the weights of {spec.name} are not known from {spec.source}; name a model directory or a .gguf "
+            f"file, or give the cache alone with cache_memory",
+            key="memory",
+        )
+    return spec.weights_bytes

@@ -1,0 +1,1 @@
+"""Answers for the eye, from plain rows."""

@@ -1,0 +1,94 @@
+"""A plan as tables."""
+
+from kvist.planning.explain import explain
+from kvist.planning.plan import Budget, LayerRow, Plan
+from kvist.report.tables import Column, print_entries, print_facts, print_table
+from kvist.units import format_size
+
+
+def print_plan(plan: Plan, *, explained: bool = False) -> None:
+    """Print a plan; with ``explained`` each number as formula and source too."""
+    spec = plan.spec
+    facts = [("model", spec.name), ("source", spec.source if spec.exact else f"{spec.source} (overridden: not exact)")]
+    if spec.weights_bytes is not None:
+        by_type = ", ".join(f"{kind} {format_size(size)}" for kind, size in spec.weights_by_type.items())
+        facts.append(("weights", f"{format_size(spec.weights_bytes)} ({by_type})"))
+    if spec.parameters is not None:
+        facts.append(("parameters", f"{spec.parameters:,}"))
+    facts += [("layers", _layer(row)) for row in plan.layers]
+    facts += [
+        ("format", f"keys {plan.format.key}, values {plan.format.value}"),
+        ("append", f"{format_size(plan.append_bytes_per_token)} a token while every layer grows"),
+        ("retained", f"{format_size(plan.retained_bytes_per_token)} a token once every window is full"),
+    ]
+    print_facts(facts)
+    print_table(
+        (
+            Column(title="tokens", number=True),
+            Column(title="one sequence", number=True),
+            Column(title="bytes", number=True),
+        ),
+        [(f"{tokens:,}", format_size(size), f"{size:,}") for tokens, size in plan.sequence_bytes.items()],
+    )
+    if plan.capacity is not None:
+        _print_capacity(plan.capacity)
+    if plan.engine is not None:
+        _print_engine(plan)
+    if explained:
+        print_entries(
+            [(row.what, f"{row.value:,}", (f"= {row.formula}", f"from {row.source}")) for row in explain(plan)],
+            title="How each number comes about",
+        )
+    if spec.assumed:
+        print_table(
+            (Column(title="key", whole=True), Column(title="value", whole=True), Column(title="why")),
+            [(entry.key, str(entry.value), entry.source) for entry in spec.assumed],
+            title="Assumed, because the source leaves it out",
+        )
+
+
+def _layer(row: LayerRow) -> str:
+    seen = "all tokens" if row.window is None else f"the last {row.window:,} tokens"
+    heads = "1 KV head" if row.kv_heads == 1 else f"{row.kv_heads} KV heads"
+    return f"{row.count} x {row.kind}: {heads}, key {row.key_dim}, value {row.value_dim}, sees {seen}"
+
+
+def _print_capacity(budget: Budget) -> None:
+    facts = [("memory", format_size(budget.memory))]
+    if budget.weights:
+        facts.append(("weights", format_size(budget.weights)))
+    facts += [
+        ("cache", f"{format_size(budget.cache)}: {budget.cache_tokens:,} tokens in blocks of {budget.block_tokens}"),
+        ("one user", f"{format_size(budget.sequence_allocated)} of blocks at {budget.context:,} tokens"),
+    ]
+    print_facts(facts)
+    print_table(
+        (
+            Column(title=f"users at {budget.context:,} tokens"),
+            Column(title="fit", number=True),
+            Column(title="waste", number=True),
+        ),
+        [
+            ("slab: longest context reserved at once", f"{budget.users_slab:,}", format_size(budget.waste_slab)),
+            ("paged: blocks as sequences grow", f"{budget.users_paged:,}", format_size(budget.waste_paged)),
+        ],
+    )
+
+
+def _print_engine(plan: Plan) -> None:
+    account = plan.engine
+    assert account is not None
+    print_facts(
+        [
+            ("engine", f"{account.name}: {account.num_slabs:,} slabs of {format_size(account.slab_bytes)}"),
+            *(
+                (
+                    group.name,
+                    f"{group.layers} layers, {group.blocks_per_slab} x {format_size(group.block_bytes)} blocks a slab",
+                )
+                for group in account.groups
+            ),
+            ("concurrency", f"{account.max_concurrency:.2f} sequences, {account.cache_tokens:,} tokens"),
+            ("start", f"kvist serve {plan.spec.name} {' '.join(account.flags)}"),
+        ]
+    )
