@@ -1,0 +1,95 @@
+"""From a batch to logits: index tensors once a step, then the network."""
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvist.cache.arena import ArenaLayout
+from kvist.cache.groups import Group
+from kvist.kernels.attention import AttentionPlan, Span
+from kvist.kernels.sharing import sharing_order
+from kvist.model.decoder import Decoder, Step
+from kvist.model.weights import dtype_named
+from kvist.scheduler import Batch, Chunk
+from kvist.spec.model import ModelSpec
+from kvist.store.layouts import PagedKV, Scratch, check_format
+
+
+class Runner:
+    """A model with the memory of its cache.
+
+    Args:
+        spec: of a model whose files are on disk.
+        groups: of its layers.
+        layout: how the arena is cut; the runner allocates it.
+        dtype: to compute in: ``f32``, ``bf16`` or ``f16``.
+
+    Attributes:
+        arena_bytes: allocated for keys and values.
+
+    Raises:
+        InputError: a type or format is not computed with.
+        UnsupportedModel, BadFile: the weights do not make this model.
+    """
+
+    def __init__(self, spec: ModelSpec, groups: tuple[Group, ...], layout: ArenaLayout, *, dtype: str) -> None:
+        compute = dtype_named(dtype)
+        for group in groups:
+            check_format(group)
+        torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        with torch.inference_mode():
+            self.decoder = Decoder(spec, groups, compute)
+            # Zeroed, so that what no token has written yet is a number.
+            self.arena = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+            scratch = Scratch()
+            self.stores = [PagedKV(self.arena, g, layout, number, scratch) for number, g in enumerate(groups)]
+        self.arena_bytes = self.arena.numel()
+        # Windows have no shared runs; without a full group any order will do.
+        self.shared_group = next((n for n, group in enumerate(groups) if group.layer.window is None), None)
+
+    def run(self, batch: Batch) -> Tensor:
+        """Compute a batch and store its keys and values in the arena.
+
+        Returns:
+            float32 logits ``[sampling chunks, vocab]``, in the batch's order.
+        """
+        with torch.inference_mode():
+            return self.decoder.logits(self._step(batch.chunks))
+
+    def _step(self, chunks: Sequence[Chunk]) -> Step:
+        order = list(range(len(chunks)))
+        if self.shared_group is not None and len(chunks) > 1:
+            group = self.shared_group
+            order = sharing_order([chunk.request.sequence.tables[group] for chunk in chunks])
+        ordered = [chunks[index] for index in order]
+        sequences = [chunk.request.sequence for chunk in ordered]
+        counts = np.array([chunk.count for chunk in ordered])
+        ends = np.cumsum(counts)
+        starts = np.array([chunk.start for chunk in ordered])
+        positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
+        tokens = np.concatenate(
+            [s.tokens[chunk.start : chunk.start + chunk.count] for s, chunk in zip(sequences, ordered, strict=True)]
+        )
+        last_row = np.empty(len(chunks), np.int64)
+        last_row[order] = ends - 1
+        sampled = last_row[[chunk.samples for chunk in chunks]]
+        return Step(
+            tokens=torch.from_numpy(tokens.astype(np.int64)),
+            positions=torch.from_numpy(positions),
+            attention=[
+                AttentionPlan(
+                    store,
+                    [
+                        Span(table=sequence.tables[number], start=chunk.start, count=chunk.count)
+                        for sequence, chunk in zip(sequences, ordered, strict=True)
+                    ],
+                    self.decoder.scores,
+                    self.decoder.dtype,
+                )
+                for number, store in enumerate(self.stores)
+            ],
+            sampled=torch.from_numpy(sampled),
+        )

@@ -1,0 +1,90 @@
+"""Rotary position embeddings (arXiv:2104.09864), in the half-split arrangement of Hugging Face's checkpoints."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvist.errors import UnsupportedModel
+
+
+class Rotary:
+    """Angles of one base and scaling.
+
+    Args:
+        dim: width of a head.
+        theta: base of the frequencies.
+        scaling: ``rope_scaling`` of the configuration, or None.
+        factors: divisors of the frequencies, float32 ``[dim / 2]``, where a file stores them as a tensor.
+
+    Raises:
+        UnsupportedModel: the scaling is of another kind; names it.
+    """
+
+    def __init__(
+        self, dim: int, theta: float, scaling: Mapping[str, Any] | None = None, factors: Tensor | None = None
+    ) -> None:
+        self.dim = dim
+        frequencies = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
+        self.frequencies = _scaled(frequencies, scaling or {"rope_type": "default"}, factors)
+
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> "Rotation":
+        """Make the factors of a step.
+
+        Args:
+            positions: int64 ``[tokens]``.
+            dtype: of the queries and keys that will be turned.
+        """
+        angles = positions.float()[:, None] * self.frequencies
+        cos, sin = angles.cos(), angles.sin()
+        return Rotation(
+            cos=torch.cat((cos, cos), dim=-1).to(dtype)[:, None],
+            sin=torch.cat((-sin, sin), dim=-1).to(dtype)[:, None],
+        )
+
+
+class Rotation:
+    """Cosines and signed sines of a step's positions, each ``[tokens, 1, dim]``."""
+
+    def __init__(self, *, cos: Tensor, sin: Tensor) -> None:
+        self.cos = cos
+        self.sin = sin
+        self.half = cos.shape[-1] // 2
+
+    def turn(self, heads: Tensor) -> None:
+        """Turn ``[tokens, heads, dim]`` in place."""
+        swapped = torch.roll(heads, self.half, -1)
+        heads.mul_(self.cos).addcmul_(swapped, self.sin)
+
+
+def _scaled(frequencies: Tensor, scaling: Mapping[str, Any], factors: Tensor | None) -> Tensor:
+    kind = scaling.get("rope_type", scaling.get("type"))
+    match kind:
+        case "default":
+            return frequencies
+        case "linear":
+            return frequencies / float(scaling["factor"])
+        case "frequency_factors" if factors is not None:
+            return frequencies / factors
+        case "llama3":
+            return _llama3(frequencies, scaling)
+    raise UnsupportedModel(
+        f"rope_scaling: {kind!r} is not computed; supported are none, linear, llama3 and a tensor of factors",
+        key="rope_scaling",
+    )
+
+
+def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    """Llama 3.1: slow long wavelengths down, keep short ones, blend between (``_compute_llama3_parameters``)."""
+    factor, low, high, original = (
+        float(scaling[key])
+        for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    )
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (original / wavelengths - low) / (high - low)
+    blended = (1 - smooth) / factor * frequencies + smooth * frequencies
+    slowed = torch.where(wavelengths > original / low, frequencies / factor, frequencies)
+    between = (wavelengths >= original / high) & (wavelengths <= original / low)
+    return torch.where(between, blended, slowed)

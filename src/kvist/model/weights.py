@@ -1,0 +1,330 @@
+"""Parameters out of GGUF files and safetensors directories, asked for under Hugging Face's names.
+
+A checkpoint is opened without reading its tensors; each is read straight into the place where the network keeps it,
+so that never more than one layer exists twice.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvist.errors import BadFile, InputError, UnsupportedModel
+from kvist.spec.model import ModelSpec
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+# What one dequantisation works on at a time: small enough to stay in the cache of a core.
+_ROWS_ELEMENTS = 2**18
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the compute type of this name.
+
+    Raises:
+        InputError: the engine does not compute in it.
+    """
+    if name not in DTYPES:
+        raise InputError(f"dtype: {name!r} is not computed in; choose one of {', '.join(DTYPES)}", key="dtype")
+    return DTYPES[name]
+
+
+class Tensors(Protocol):
+    """Named tensors of one source, under the network's own names."""
+
+    name: str
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Shape of a tensor, outermost dimension first; None where there is none."""
+
+    def read(self, name: str, into: Tensor) -> None:
+        """Copy a tensor into ``into``, of the same shape and any floating type."""
+
+    def names(self) -> Iterable[str]:
+        """All tensors of the decoder; other parts of a model, such as a vision tower, are left out."""
+
+
+class Checkpoint:
+    """The parameters of a model, each read once.
+
+    Args:
+        spec: names the file or directory and, through its configuration, the family.
+        dtype: of the tensors handed out.
+
+    Raises:
+        UnsupportedModel: there are no weights, or they are stored in a type that is not read.
+        BadFile: torn or of another kind.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        gemma = str(spec.config["model_type"]).startswith("gemma")
+        if spec.path is None:
+            raise UnsupportedModel(
+                f"{spec.name}: {spec.source} describes the model but holds no weights; "
+                f"name a .gguf file or a directory with safetensors"
+            )
+        self.tensors: Tensors
+        if spec.path.is_dir():
+            self.tensors = SafetensorsTensors(spec.path)
+            # Gemma publishes its norms as offsets from one; GGUF files hold the multiplier itself.
+            self.norm_offset = 1.0 if gemma else 0.0
+        else:
+            self.tensors = GGUFTensors(spec.path, spec.config)
+            self.norm_offset = 0.0
+        self.taken: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        """Whether the source holds this tensor."""
+        return self.tensors.shape(name) is not None
+
+    def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Read one tensor.
+
+        Raises:
+            BadFile: it is missing or of another shape.
+        """
+        return self.rows([name], [shape])
+
+    def rows(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Tensor:
+        """Read several tensors as one, stacked along their first dimension.
+
+        Raises:
+            BadFile: one is missing or of another shape.
+        """
+        heights = [shape[0] for shape in shapes]
+        stacked = torch.empty([sum(heights), *shapes[0][1:]], dtype=self.dtype)
+        for name, shape, part in zip(names, shapes, stacked.split(heights), strict=True):
+            self.read(name, shape, part)
+        return stacked
+
+    def norm(self, name: str, width: int) -> Tensor:
+        """Read the multiplier of a norm, float32 ``[width]``."""
+        multiplier = torch.empty(width)
+        self.read(name, (width,), multiplier)
+        return multiplier.add_(self.norm_offset)
+
+    def read(self, name: str, shape: Sequence[int], into: Tensor) -> None:
+        """Read one tensor into ``into``.
+
+        Raises:
+            BadFile: it is missing or of another shape.
+        """
+        found = self.tensors.shape(name)
+        if found is None:
+            raise BadFile(f"{self.tensors.name}: tensor {name!r} is missing", key=name)
+        if found != tuple(shape):
+            raise BadFile(
+                f"{self.tensors.name}: tensor {name!r} has shape {list(found)}; the configuration asks for {list(shape)}",
+                key=name,
+            )
+        self.tensors.read(name, into)
+        self.taken.add(name)
+
+    def finish(self, ignored: Iterable[str] = ()) -> None:
+        """Hold what was read against what is there.
+
+        Raises:
+            UnsupportedModel: a tensor of the decoder was not used, so that the network would not be the published one.
+        """
+        left = sorted(set(self.tensors.names()) - self.taken - set(ignored))
+        if left:
+            raise UnsupportedModel(
+                f"{self.tensors.name}: tensor {left[0]!r} is not part of the network that the configuration describes"
+                + (f", nor are {len(left) - 1} others" if len(left) > 1 else ""),
+                key=left[0],
+            )
+
+
+class SafetensorsTensors:
+    """A model directory: one file, or shards that an index names."""
+
+    def __init__(self, directory: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        from kvist.spec.safetensors import read_weights
+
+        headers = read_weights(directory)
+        if headers is None:
+            raise UnsupportedModel(f"{directory}: holds no .safetensors file")
+        self.name = str(directory)
+        self.headers = headers.tensors
+        embedding = next((name for name in self.headers if name.endswith("embed_tokens.weight")), None)
+        if embedding is None:
+            raise BadFile(f"{directory}: no tensor is called embed_tokens.weight", key="embed_tokens.weight")
+        # A model with a vision tower keeps its decoder under a longer prefix.
+        self.prefix = embedding.removesuffix("embed_tokens.weight")
+        self.files: dict[str, Any] = {}
+        for path in sorted(directory.glob("*.safetensors")):
+            if path.name.startswith("consolidated"):
+                continue
+            try:
+                file = safe_open(path, framework="pt")  # type: ignore[no-untyped-call]
+            except (SafetensorError, OSError) as error:
+                raise BadFile(f"{path}: cannot be read: {error}") from error
+            for stored in file.keys():  # noqa: SIM118 (not a mapping)
+                self.files.setdefault(stored, file)
+
+    def stored(self, name: str) -> str:
+        """The name in the files: the decoder's prefix in place of ``model.``."""
+        if name.startswith("model."):
+            return self.prefix + name.removeprefix("model.")
+        return self.prefix.removesuffix("model.") + name if self.prefix.endswith("model.") else name
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """See :class:`Tensors`."""
+        header = self.headers.get(self.stored(name))
+        return None if header is None else header.shape
+
+    def read(self, name: str, into: Tensor) -> None:
+        """See :class:`Tensors`."""
+        stored = self.stored(name)
+        if self.headers[stored].dtype not in ("F32", "F16", "BF16", "F64"):
+            raise UnsupportedModel(
+                f"{self.name}: tensor {name!r} is stored as {self.headers[stored].dtype}; F32, F16 and BF16 are read",
+                key=name,
+            )
+        into.copy_(self.files[stored].get_tensor(stored))
+
+    def names(self) -> Iterable[str]:
+        """See :class:`Tensors`."""
+        for stored in self.headers:
+            if stored.startswith(self.prefix):
+                name = "model." + stored.removeprefix(self.prefix)
+                # Buffers that old versions saved; they follow from the configuration.
+                if not name.endswith("rotary_emb.inv_freq"):
+                    yield name
+
+
+_GGUF_TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "rope_freqs.weight": "rope_freqs.weight",
+}
+_GGUF_LAYER = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+# Gemma has a norm behind each half of a layer as well.
+_GGUF_GEMMA_LAYER = _GGUF_LAYER | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_READABLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+
+
+class GGUFTensors:
+    """A GGUF file, mapped; quantised tensors are unpacked as they are read."""
+
+    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+        from kvist.spec.gguf import read_gguf
+
+        header = read_gguf(path)
+        self.name = str(path)
+        self.entries = header.tensor_by_name
+        self.bytes = np.memmap(path, dtype=np.uint8, mode="r")
+        self.layer_names = _GGUF_LAYER
+        if header.metadata["general.architecture"].startswith("gemma"):
+            self.layer_names = _GGUF_GEMMA_LAYER
+        self.permuted_heads = {}
+        if header.metadata["general.architecture"] == "llama":
+            self.permuted_heads = {
+                "q_proj": config["num_attention_heads"],
+                "k_proj": config["num_key_value_heads"],
+            }
+
+    def stored(self, name: str) -> str:
+        """The name in the file."""
+        match = re.fullmatch(r"model\.layers\.([0-9]+)\.(.+)\.(weight|bias)", name)
+        if match and match[2] in self.layer_names:
+            return f"blk.{match[1]}.{self.layer_names[match[2]]}.{match[3]}"
+        return _GGUF_TOP.get(name, name)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """See :class:`Tensors`."""
+        entry = self.entries.get(self.stored(name))
+        return None if entry is None else entry.shape
+
+    def names(self) -> Iterable[str]:
+        """See :class:`Tensors`."""
+        top = {stored: name for name, stored in _GGUF_TOP.items()}
+        layer = {stored: name for name, stored in self.layer_names.items()}
+        for stored in self.entries:
+            match = re.fullmatch(r"blk\.([0-9]+)\.([a-z_]+)\.(weight|bias)", stored)
+            if match and match[2] in layer:
+                yield f"model.layers.{match[1]}.{layer[match[2]]}.{match[3]}"
+            else:
+                yield top.get(stored, stored)
+
+    def read(self, name: str, into: Tensor) -> None:
+        """See :class:`Tensors`."""
+        entry = self.entries[self.stored(name)]
+        if entry.type not in _READABLE:
+            raise UnsupportedModel(
+                f"{self.name}: tensor {entry.name!r} is stored as {entry.type}; read are {', '.join(_READABLE)}",
+                key=entry.name,
+            )
+        height = entry.shape[0] if len(entry.shape) > 1 else 1
+        raw = self.bytes[entry.offset : entry.offset + entry.bytes].reshape(height, -1)
+        target = into.view(height, -1)
+        heads = next((count for part, count in self.permuted_heads.items() if part in name), None)
+        if heads is not None:
+            # llama.cpp stores the two halves of a head interleaved, as its rotation wants them.
+            straight = torch.empty_like(into)
+            _unpack(raw, entry.type, straight.view(height, -1))
+            pairs = straight.view(heads, into.shape[0] // heads // 2, 2, -1)
+            into.view(heads, 2, into.shape[0] // heads // 2, -1).copy_(pairs.transpose(1, 2))
+        else:
+            _unpack(raw, entry.type, target)
+
+
+def _unpack(raw: np.ndarray[Any, np.dtype[np.uint8]], kind: str, into: Tensor) -> None:
+    """Unpack rows of stored bytes ``[rows, bytes]`` into ``into`` ``[rows, elements]``, some rows at a time."""
+    if kind in ("F32", "F16", "BF16"):
+        # A mapped file is read-only, which torch warns about; nothing writes here.
+        flat = torch.frombuffer(bytearray(raw.tobytes()), dtype=DTYPES[kind.lower()])
+        into.copy_(flat.view(into.shape))
+        return
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    number = GGMLQuantizationType[kind]
+    step = max(1, _ROWS_ELEMENTS // into.shape[1])
+
+    def unpack(start: int) -> None:
+        # The mode belongs to a thread.
+        with torch.inference_mode():
+            rows = dequantize(np.ascontiguousarray(raw[start : start + step]), number)
+            into[start : start + step].copy_(torch.from_numpy(rows))
+
+    starts = range(0, len(raw), step)
+    if len(starts) == 1:
+        unpack(0)
+    else:
+        list(_workers().map(unpack, starts))
+
+
+def _workers() -> ThreadPoolExecutor:
+    global _pool
+    if _pool is None:
+        _pool = ThreadPoolExecutor(max_workers=torch.get_num_threads(), thread_name_prefix="kvist-weights")
+    return _pool
+
+
+_pool: ThreadPoolExecutor | None = None

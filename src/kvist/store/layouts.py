@@ -1,0 +1,216 @@
+"""The keys and values of a group of layers inside the arena: append a step's tokens, gather whole blocks.
+
+The arena is one flat buffer of bytes. Inside it, one head of one layer of one block is a *run* of ``block_tokens``
+vectors (see :mod:`kvist.cache.groups`); every run begins at a multiple of the group's *unit*, the greatest common
+divisor of all sizes involved::
+
+    unit        0    1    2    3    4    5    6    7    8    9   10   11
+    arena     | key head 0 | key head 1 | value h. 0 | value h. 1 | layer 1 …
+              ^ block_unit(block) + layer's shift
+
+A view of the arena, ``[units, run]`` with a stride of one unit, makes any run one row: one ``index_select`` then
+gathers ``[sequences, heads, blocks, run]``, which is ``[sequences, heads, tokens, dim]`` without a transpose. The
+layer is in the view's offset, so that the indices of a step serve all layers of the group.
+"""
+
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvist.cache.arena import ArenaLayout
+from kvist.cache.groups import Group
+from kvist.errors import InputError
+from kvist.spec.formats import Codec
+
+CODEC_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+Index = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """Rows of the arena for a step: one index a part, the same for all layers.
+
+    Attributes:
+        indices: one a part of the layout (:attr:`PagedKV.parts`), int64, flat.
+        shape: what they stand for: ``(tokens,)`` to append, ``(sequences, blocks)`` to gather.
+    """
+
+    indices: tuple[Tensor, ...]
+    shape: tuple[int, ...]
+
+
+class Scratch:
+    """Memory for what is gathered, used again by every layer: fresh pages would cost more than the copy."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[torch.dtype, int], Tensor] = {}
+
+    def rows(self, dtype: torch.dtype, slot: int, rows: int, width: int) -> Tensor:
+        """A tensor ``[rows, width]``, valid until the same ``slot`` is asked for again."""
+        buffer = self.buffers.get((dtype, slot))
+        size = rows * width
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.zeros(size + size // 4, dtype=dtype)
+            self.buffers[dtype, slot] = buffer
+        return buffer[:size].view(rows, width)
+
+
+class _Part:
+    """Heads that share a codec and a width: all of a layer's keys and values, or one of the two."""
+
+    def __init__(self, arena: Tensor, group: Group, codec: Codec, *, unit: int, heads: int, first: int) -> None:
+        self.dtype = CODEC_DTYPES[codec.name]
+        self.heads = heads
+        self.dim = group.layer.key_dim
+        item = self.dtype.itemsize
+        vector = self.dim * item
+        run = vector * group.block_tokens
+        layer_bytes = group.block_tokens * group.layer.token_bytes(group.format)
+        self.run_units = run // unit
+        # Vectors may begin at finer steps than runs.
+        self.step = gcd(unit, vector)
+        self.vector_steps = vector // self.step
+        self.unit_steps = unit // self.step
+        self.width = run // item
+        flat = arena.view(self.dtype)
+        self.run_views: list[Tensor] = []
+        self.vector_views: list[Tensor] = []
+        for slot in range(len(group.layers)):
+            offset = slot * layer_bytes + first
+            rows = (arena.numel() - offset - run) // unit + 1
+            self.run_views.append(flat.as_strided((rows, self.width), (unit // item, 1), offset // item))
+            rows = (arena.numel() - offset - vector) // self.step + 1
+            self.vector_views.append(flat.as_strided((rows, self.dim), (self.step // item, 1), offset // item))
+
+
+class PagedKV:
+    """One group's keys and values in the arena.
+
+    Args:
+        arena: uint8 ``[layout.total_bytes]``.
+        ordinal: of the group in the layout.
+        scratch: shared by the groups of a runner.
+
+    Raises:
+        InputError: the group's format is not computed with yet.
+    """
+
+    def __init__(self, arena: Tensor, group: Group, layout: ArenaLayout, ordinal: int, scratch: Scratch) -> None:
+        check_format(group)
+        self.group = group
+        self.kv_heads = group.layer.kv_heads
+        self.dim = group.layer.key_dim
+        self.block_tokens = group.block_tokens
+        self.blocks_per_slab = layout.blocks_per_slab[ordinal]
+        key_run, value_run = group.head_run_bytes
+        self.unit = gcd(layout.slab_bytes, group.block_bytes, key_run, value_run)
+        self.slab_units = layout.slab_bytes // self.unit
+        self.block_units = group.block_bytes // self.unit
+        self.scratch = scratch
+        self.uniform = group.format.key == group.format.value
+        key, value = group.format.key_codec, group.format.value_codec
+        heads = self.kv_heads
+        if self.uniform:
+            self.parts = (_Part(arena, group, key, unit=self.unit, heads=2 * heads, first=0),)
+        else:
+            self.parts = (
+                _Part(arena, group, key, unit=self.unit, heads=heads, first=0),
+                _Part(arena, group, value, unit=self.unit, heads=heads, first=heads * key_run),
+            )
+
+    def vectors(self, blocks: Index, slots: Index) -> Runs:
+        """Where one vector a token and head lies.
+
+        Args:
+            blocks: block id of each token, ``[tokens]``.
+            slots: its place in the block.
+        """
+        units = self._units(blocks)
+        indices = []
+        for part in self.parts:
+            head = np.arange(part.heads) * (part.run_units * part.unit_steps)
+            rows = (units * part.unit_steps + slots * part.vector_steps)[:, None] + head
+            indices.append(torch.from_numpy(rows.ravel()))
+        return Runs(indices=tuple(indices), shape=blocks.shape)
+
+    def runs(self, blocks: Index) -> Runs:
+        """Where the runs of whole blocks lie, to gather ``[sequences, heads, blocks]`` of them.
+
+        Args:
+            blocks: block ids ``[sequences, blocks]``; every id must be real, also where a sequence is shorter.
+        """
+        units = self._units(blocks)
+        indices = []
+        for part in self.parts:
+            head = np.arange(part.heads)[:, None] * part.run_units
+            indices.append(torch.from_numpy((units[:, None, :] + head).ravel()))
+        return Runs(indices=tuple(indices), shape=blocks.shape)
+
+    def _units(self, blocks: Index) -> Index:
+        slab, place = np.divmod(blocks.astype(np.int64, copy=False), self.blocks_per_slab)
+        return slab * self.slab_units + place * self.block_units
+
+    def append(self, slot: int, kv: Tensor, where: Runs) -> None:
+        """Store a step's keys and values of one layer; changes the arena.
+
+        Args:
+            slot: the layer's place in the group.
+            kv: ``[tokens, 2 x kv_heads, dim]``, the heads' keys, then their values.
+        """
+        for number, (part, index) in enumerate(zip(self.parts, where.indices, strict=True)):
+            first = number * self.kv_heads
+            rows = kv[:, first : first + part.heads].to(part.dtype).reshape(-1, self.dim)
+            part.vector_views[slot].index_copy_(0, index, rows)
+
+    def gather(self, slot: int, where: Runs, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Read whole blocks of one layer.
+
+        Returns:
+            Keys and values, each ``[sequences, kv_heads, blocks x block_tokens, dim]`` in ``dtype``; valid until the
+            next gather of the runner.
+        """
+        sequences, blocks = where.shape
+        gathered = []
+        for number, (part, index) in enumerate(zip(self.parts, where.indices, strict=True)):
+            rows = self.scratch.rows(part.dtype, number, len(index), part.width)
+            torch.index_select(part.run_views[slot], 0, index, out=rows)
+            tokens = blocks * self.block_tokens
+            gathered.append(rows.view(sequences, part.heads, tokens, self.dim).to(dtype))
+        if self.uniform:
+            both = gathered[0]
+            return both[:, : self.kv_heads], both[:, self.kv_heads :]
+        return gathered[0], gathered[1]
+
+    def rounded(self, kv: Tensor) -> Tensor:
+        """Keys and values as they will be read again, so that a chunk sees itself as later chunks see it."""
+        if all(part.dtype == kv.dtype for part in self.parts):
+            return kv
+        if self.uniform:
+            return kv.to(self.parts[0].dtype).to(kv.dtype)
+        halves = kv.split(self.kv_heads, dim=1)
+        return torch.cat([half.to(p.dtype).to(kv.dtype) for half, p in zip(halves, self.parts, strict=True)], dim=1)
+
+
+def check_format(group: Group) -> None:
+    """Refuse what the engine does not store yet.
+
+    Raises:
+        InputError: names the codec and those that are stored.
+    """
+    for side in ("key", "value"):
+        codec = getattr(group.format, side)
+        if codec not in CODEC_DTYPES:
+            raise InputError(
+                f"{side}: the engine does not store {codec} yet; choose one of {', '.join(CODEC_DTYPES)}", key=side
+            )
+    if group.layer.key_dim != group.layer.value_dim:
+        raise InputError(
+            f"{group.name}: keys are {group.layer.key_dim} wide, values {group.layer.value_dim}; "
+            f"the engine stores equal widths",
+            key="head_dim",
+        )
