@@ -200,9 +200,7 @@ class _Own:
         heads = self.plan.store.kv_heads
         part = q[self.rows].permute(1, 2, 0, 3)
         new = kv[self.rows].permute(1, 0, 2)[None].expand(len(part), -1, -1, -1)
-        out, lse = attend(
-            part, new[:, :heads], new[:, heads:], scale=scores.scale, causal=True, softcap=scores.softcap
-        )
+        out, lse = attend(part, new[:, :heads], new[:, heads:], scale=scores.scale, causal=True, softcap=scores.softcap)
         return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
 
 
@@ -237,7 +235,8 @@ class _Band:
         heads = plan.store.kv_heads
         part = q[self.rows]
         count, repeats, _, dim = part.shape
-        keys, values = (half.transpose(0, 1) for half in kv[self.rows].split(heads, dim=1))
+        own = kv[self.rows].transpose(0, 1)
+        keys, values = own[:heads], own[heads:]
         if self.where is not None:
             past_keys, past_values = plan.store.gather(slot, self.where, plan.dtype)
             seen = slice(self.lead, self.lead + self.past)

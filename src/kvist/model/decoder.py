@@ -105,9 +105,7 @@ class Decoder:
 class Layer:
     """One decoder layer: attention, then a gated product, each added to the stream of residuals."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, config: Mapping[str, Any], index: int, *, group: int, slot: int
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: Mapping[str, Any], index: int, *, group: int, slot: int) -> None:
         self.group = group
         prefix = f"model.layers.{index}"
         hidden, eps = config["hidden_size"], config["rms_norm_eps"]

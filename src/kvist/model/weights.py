@@ -99,7 +99,7 @@ class Checkpoint:
         """
         heights = [shape[0] for shape in shapes]
         stacked = torch.empty([sum(heights), *shapes[0][1:]], dtype=self.dtype)
-        for name, shape, part in zip(names, shapes, stacked.split(heights), strict=True):
+        for name, shape, part in zip(names, shapes, torch.split(stacked, heights), strict=True):
             self.read(name, shape, part)
         return stacked
 
@@ -120,7 +120,8 @@ class Checkpoint:
             raise BadFile(f"{self.tensors.name}: tensor {name!r} is missing", key=name)
         if found != tuple(shape):
             raise BadFile(
-                f"{self.tensors.name}: tensor {name!r} has shape {list(found)}; the configuration asks for {list(shape)}",
+                f"{self.tensors.name}: tensor {name!r} has shape {list(found)}; "
+                f"the configuration asks for {list(shape)}",
                 key=name,
             )
         self.tensors.read(name, into)
@@ -164,7 +165,7 @@ class SafetensorsTensors:
             if path.name.startswith("consolidated"):
                 continue
             try:
-                file = safe_open(path, framework="pt")  # type: ignore[no-untyped-call]
+                file: Any = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise BadFile(f"{path}: cannot be read: {error}") from error
             for stored in file.keys():  # noqa: SIM118 (not a mapping)

@@ -115,6 +115,7 @@ class PagedKV:
         self.uniform = group.format.key == group.format.value
         key, value = group.format.key_codec, group.format.value_codec
         heads = self.kv_heads
+        self.parts: tuple[_Part, ...]
         if self.uniform:
             self.parts = (_Part(arena, group, key, unit=self.unit, heads=2 * heads, first=0),)
         else:
@@ -153,7 +154,8 @@ class PagedKV:
 
     def _units(self, blocks: Index) -> Index:
         slab, place = np.divmod(blocks.astype(np.int64, copy=False), self.blocks_per_slab)
-        return slab * self.slab_units + place * self.block_units
+        units: Index = slab * self.slab_units + place * self.block_units
+        return units
 
     def append(self, slot: int, kv: Tensor, where: Runs) -> None:
         """Store a step's keys and values of one layer; changes the arena.
@@ -192,7 +194,7 @@ class PagedKV:
             return kv
         if self.uniform:
             return kv.to(self.parts[0].dtype).to(kv.dtype)
-        halves = kv.split(self.kv_heads, dim=1)
+        halves = kv[:, : self.kv_heads], kv[:, self.kv_heads :]
         return torch.cat([half.to(p.dtype).to(kv.dtype) for half, p in zip(halves, self.parts, strict=True)], dim=1)
 
 
