@@ -7,7 +7,8 @@ each live block of every running sequence still holds exactly the tokens that it
 from typing import Any
 
 import numpy as np
-from hypothesis import settings, strategies as st
+from hypothesis import settings
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvist.cache.arena import ArenaLayout
@@ -84,17 +85,17 @@ class CacheMachine(RuleBasedStateMachine):
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=40),
         salt=st.sampled_from(["", "", "tenant"]),
         budget=st.integers(1, 50),
-        whole=st.booleans(),
+        admit_chunk=st.none() | st.integers(1, 50),
     )
-    def begin(self, prompt: list[int], salt: str, budget: int, whole: bool) -> None:
+    def begin(self, prompt: list[int], salt: str, budget: int, admit_chunk: int | None) -> None:
         sequence = self.manager.begin(prompt, PrefixKey(salt=salt))
-        if self.reserve(sequence, budget, whole):
+        if self.reserve(sequence, budget, admit_chunk):
             self.running.append(sequence)
 
-    def reserve(self, sequence: Sequence, budget: int, whole: bool = False) -> bool:
+    def reserve(self, sequence: Sequence, budget: int, admit_chunk: int | None = None) -> bool:
         before = self.picture(sequence)
         length = sequence.length
-        reservation = self.manager.reserve(sequence, budget, whole=whole)
+        reservation = self.manager.reserve(sequence, budget, admit_chunk=admit_chunk)
         if not reservation.granted:
             assert self.picture(sequence) == before, "a reservation that failed has changed something"
             return False

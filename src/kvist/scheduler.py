@@ -210,7 +210,7 @@ class Scheduler:
         # Who just had to go would be the first to come back, and go again.
         while self.waiting and budget and not preempted and len(self.running) < self.limits.max_running:
             request = self.waiting[0]
-            reservation = self.manager.reserve(request.sequence, budget, whole=True)
+            reservation = self.manager.reserve(request.sequence, budget, admit_chunk=self.limits.max_batch_tokens)
             if not reservation.granted:
                 break
             self.running.append(self.waiting.popleft())

@@ -126,9 +126,13 @@ class Arena:
         """Blocks that sequences refer to."""
         return self.lent(group) - self._free_count[group] - self._cached_count[group]
 
-    def available(self, group: int) -> int:
-        """Blocks that :meth:`take` can give without taking anything back."""
-        return self._free_count[group] + len(self._free_slabs) * self.layout.blocks_per_slab[group]
+    def shortage(self, wanted: Sequence[int]) -> int:
+        """Blocks, or slabs where there are several groups, that lack for :meth:`take` to give ``wanted[g]`` of each."""
+        if len(wanted) == 1:
+            return wanted[0] - self._free_count[0] - len(self._free_slabs) * self.layout.blocks_per_slab[0]
+        missing = (count - free for count, free in zip(wanted, self._free_count, strict=True))
+        slabs = sum(-(-max(0, count) // per) for count, per in zip(missing, self.layout.blocks_per_slab, strict=True))
+        return slabs - len(self._free_slabs)
 
     def owner_of_slabs(self) -> npt.NDArray[np.int16]:
         """Group of each slab, -1 where it is lent to none."""
@@ -222,13 +226,11 @@ class Arena:
         Changes nothing. Counts what lies free inside slabs that must stay with their group, and the slabs that would
         come back.
         """
-        if len(wanted) == 1:
-            idle = int(np.count_nonzero(self.refs[0][revived[0]] == 0))
-            return wanted[0] <= self.available(0) + self._cached_count[0] - idle
-        if all(count <= self._free_count[group] for group, count in enumerate(wanted)) or self.layout.slabs_for(
-            wanted
-        ) <= len(self._free_slabs):
+        shortage = self.shortage(wanted)
+        if shortage <= 0:
             return True
+        if len(wanted) == 1:
+            return shortage <= self._cached_count[0] - int(np.count_nonzero(self.refs[0][revived[0]] == 0))
         slabs = len(self._free_slabs)
         missing = 0
         for group, per_slab in enumerate(self.layout.blocks_per_slab):

@@ -126,11 +126,12 @@ class CacheManager:
         """A new sequence with these known tokens, int32 ``[size]``; it holds nothing yet."""
         return Sequence(np.array(tokens, np.int32), key, len(self.groups))
 
-    def reserve(self, sequence: Sequence, budget: int, *, whole: bool = False) -> Reservation:
+    def reserve(self, sequence: Sequence, budget: int, *, admit_chunk: int | None = None) -> Reservation:
         """Make room for up to ``budget`` more tokens of a sequence, no further than those that are known.
 
-        The first call looks for its prefix in the tree, at most all but the last token. With ``whole`` the call
-        is only granted when all known tokens would fit, whatever the budget: how a request is admitted.
+        The first call looks for its prefix in the tree, at most all but the last token. With
+        ``admit_chunk`` the call is only granted when all known tokens would fit, that many in flight at once: how a
+        request is admitted.
         Changes nothing where it is not granted.
         """
         match = None
@@ -143,7 +144,7 @@ class CacheManager:
         end = -(-limit // self.block_tokens)
         wanted = [end - count for count in have]
         revived = self._revived(match)
-        if not self._possible(sequence, wanted, revived, have, stored, whole):
+        if not self._possible(sequence, wanted, revived, admit_chunk):
             return Reservation(False)
 
         if match:
@@ -155,9 +156,9 @@ class CacheManager:
             for group, ids in enumerate(revived):
                 if ids.size:
                     self.arena.share(group, ids)
+        self._free_up(wanted)
         for group, count in enumerate(wanted):
             if count > 0:
-                self._free_up(group, count)
                 new = self.arena.take(group, count)
                 table = sequence.tables[group]
                 sequence.tables[group] = np.concatenate((table, new)) if table.size else new
@@ -178,31 +179,21 @@ class CacheManager:
             return [_NO_BLOCKS] * len(self.groups)
         return [ids[ids >= 0] if group in self._windowed else ids for group, ids in enumerate(match.blocks)]
 
-    def _possible(
-        self,
-        sequence: Sequence,
-        wanted: list[int],
-        revived: list[Ids],
-        have: list[int],
-        stored: int,
-        whole: bool,
-    ) -> bool:
-        if whole:
-            chunk = max(wanted) * self.block_tokens
+    def _possible(self, sequence: Sequence, wanted: list[int], revived: list[Ids], admit_chunk: int | None) -> bool:
+        if admit_chunk is not None:
             wanted = [
-                max(count, group.peak_blocks(sequence.size, chunk) - ids.size)
+                max(count, group.peak_blocks(sequence.size, admit_chunk) - ids.size)
                 for group, count, ids in zip(self.groups, wanted, revived, strict=True)
             ]
         return max(wanted) <= 0 or self.arena.could_take(wanted, revived)
 
-    def _free_up(self, group: int, count: int) -> None:
-        """Reclaim cached blocks until a group can take ``count``, which :meth:`Arena.could_take` has promised."""
-        arena = self.arena
-        while arena.available(group) < count:
-            if len(self.groups) > 1 and arena.collect_slabs():
+    def _free_up(self, wanted: list[int]) -> None:
+        """Reclaim cached blocks until all groups can take ``wanted``, which :meth:`Arena.could_take` has promised."""
+        while (shortage := self.arena.shortage(wanted)) > 0:
+            if len(wanted) > 1 and self.arena.collect_slabs():
                 continue
-            if not self.tree.reclaim(group, count - arena.available(group)):
-                raise AssertionError(f"{count} blocks of group {group} were promised and cannot be freed")
+            if not self.tree.reclaim(shortage):
+                raise AssertionError(f"{wanted} blocks were promised, and nothing is left to reclaim")
 
     def _publish_new(self, sequence: Sequence, limit: int) -> None:
         """Show whole blocks of a prompt to the requests that follow, where the tree has nothing of the kind."""
@@ -267,7 +258,7 @@ class CacheManager:
 
     def clear(self) -> None:
         """Forget every cached block, and take back the slabs that are free then."""
-        while self.tree.reclaim(0, self.layout.total_blocks(0)):
+        while self.tree.reclaim(self.layout.total_blocks(0)):
             pass
         self.arena.collect_slabs()
 
@@ -298,8 +289,8 @@ class CacheManager:
             self.arena.share(group, shared)
             twin.tables[group] = table.copy()
         if partial:
+            self._free_up(wanted)
             for group, table in enumerate(twin.tables):
-                self._free_up(group, 1)
                 source = int(table[-1])
                 table[-1] = self.arena.take(group, 1)[0]
                 copies.append(BlockCopy(group, source, int(table[-1])))

@@ -316,13 +316,13 @@ class PrefixTree:
 
     # -- reclaim --------------------------------------------------------------------------------------------
 
-    def reclaim(self, group: int, wanted: int) -> bool:
-        """Take back blocks, at least one, to help a group that wants ``wanted``; False when nothing is left to take.
+    def reclaim(self, wanted: int) -> bool:
+        """Take back some blocks, of a lone group no more than ``wanted``; False when nothing is left to take.
 
         First window blocks that lie further than a window before any reuse point, then leaves that nobody uses, least
         recently used first and from their tails, then any idle window block.
         """
-        return self._reclaim_stale() or self._reclaim_leaf(group, wanted) or self._reclaim_idle_windows()
+        return self._reclaim_stale() or self._reclaim_leaf(wanted) or self._reclaim_idle_windows()
 
     def _reclaim_stale(self) -> bool:
         while self._stale:
@@ -332,14 +332,14 @@ class PrefixTree:
                 return True
         return False
 
-    def _reclaim_leaf(self, group: int, wanted: int) -> bool:
+    def _reclaim_leaf(self, wanted: int) -> bool:
         while self._idle_leaves:
             last_used, _, node = self._idle_leaves[0]
             if node.parent is None or node.users or node.children or node.last_used != last_used:
                 heapq.heappop(self._idle_leaves)
                 continue
             # With several groups a whole run goes: slabs come back only when all their blocks are free.
-            keep = 0 if len(self._groups) > 1 else max(0, node.blocks[group].size - wanted)
+            keep = 0 if len(self._groups) > 1 else max(0, node.blocks[0].size - wanted)
             self._cut(node, keep)
             if not keep:
                 heapq.heappop(self._idle_leaves)
