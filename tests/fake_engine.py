@@ -1,7 +1,7 @@
 """A stand-in for the engine loop: bytes are tokens, answers are fixed, and time passes only if a test says so.
 
-Run as a program it serves itself (``python tests/fake_engine.py --port 0 --step 0.02``): for the tests that need a process, and
-to look at the page.
+Run as a program it serves itself (``python tests/fake_engine.py --port 0 --step 0.02``): for the tests that need a
+process, and to look at the page.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvist.engine.answer import Event, FinishReason, TokenLogprob
 from kvist.engine.sampler import SamplingParams
 from kvist.engine.stream import StopMatcher
 from kvist.errors import DoesNotFit, EngineFailure
@@ -41,27 +42,12 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b""
+
     def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
         text = "".join(f"<{message['role']}>{message['content']}\n" for message in messages)
         return self.encode(text + "<assistant>" * add_generation_prompt)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FakeLogprob:
-    token_id: int
-    logprob: float
-    top: list[tuple[int, float]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FakeEvent:
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[FakeLogprob] = field(default_factory=list)
-    finish_reason: str | None = None
-    account: dict[str, Any] | None = None
-    timing: dict[str, Any] | None = None
-    error: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -69,7 +55,7 @@ class FakeRequest:
     id: str
     prompt: list[int]
     params: SamplingParams
-    on_event: Callable[[FakeEvent], None]
+    on_event: Callable[[Event], None]
     stops: StopMatcher
     hit: int
     reply: Iterator[int]
@@ -97,8 +83,8 @@ class FakeGroup:
 class FakeLoop:
     """Follows `kvist.server.backend.Backend`.
 
-    ``!fail`` in a prompt makes the answer fail after three tokens, ``!utf8`` makes it many-byte characters, and ``!die``
-    makes the engine refuse everything from then on.
+    ``!fail`` in a prompt makes the answer fail after three tokens, ``!utf8`` makes it many-byte characters, and
+    ``!die`` makes the engine refuse everything from then on.
     """
 
     model_id = "fake-1m"
@@ -155,7 +141,7 @@ class FakeLoop:
         params: SamplingParams,
         *,
         cache_salt: str = "",
-        on_event: Callable[[FakeEvent], None],
+        on_event: Callable[[Event], None],
     ) -> str:
         text = self.tokenizer.decode(prompt_ids)
         with self._work:
@@ -171,7 +157,8 @@ class FakeLoop:
                 )
             hit = self._match(prompt_ids, cache_salt)
             request = FakeRequest(
-                id=f"r{next(self._ids)}", prompt=prompt_ids, params=params, on_event=on_event, hit=hit, stops=StopMatcher(params.stop),
+                id=f"r{next(self._ids)}", prompt=prompt_ids, params=params, on_event=on_event, hit=hit,
+                stops=StopMatcher(params.stop),
                 reply=_reply(text, params), started=time.monotonic(), blocks={g.name: [] for g in self._groups},
             )  # fmt: skip
             self._known.append((cache_salt, prompt_ids, time.monotonic()))
@@ -231,12 +218,12 @@ class FakeLoop:
         logprobs = []
         if params.logprobs is not None:
             others = [(token, -0.5), ((token + 1) % 256, -1.5), ((token + 2) % 256, -math.inf)]
-            logprobs = [FakeLogprob(token_id=token, logprob=-0.5, top=others[: params.logprobs])]
+            logprobs = [TokenLogprob(token_id=token, logprob=-0.5, top=others[: params.logprobs])]
         if stopped or request.outputs >= params.max_tokens:
             text += request.stops.flush()
             self._end(request, "stop" if stopped else "length", text=text, token_ids=[token], logprobs=logprobs)
         else:
-            request.on_event(FakeEvent(text=text, token_ids=[token], logprobs=logprobs))
+            request.on_event(Event(text=text, token_ids=[token], logprobs=logprobs))
 
     def _hold(self, request: FakeRequest) -> None:
         for group in self._groups:
@@ -249,7 +236,7 @@ class FakeLoop:
                 states[block] = "h"
                 table.append(block)
 
-    def _end(self, request: FakeRequest, reason: str, **last: Any) -> None:
+    def _end(self, request: FakeRequest, reason: FinishReason, **last: Any) -> None:
         for queue in (self._running, self._waiting):
             if request in queue:
                 queue.remove(request)
@@ -265,9 +252,14 @@ class FakeLoop:
             "prefix_hit_tokens": request.hit,
         }  # fmt: skip
         seconds = time.monotonic() - request.started
-        timing = {"prefill": 0.0, "decode": seconds, "ttft": 0.0, "tokens_per_second": request.outputs / max(seconds, 1e-9)}
+        timing = {
+            "prefill": 0.0,
+            "decode": seconds,
+            "ttft": 0.0,
+            "tokens_per_second": request.outputs / max(seconds, 1e-9),
+        }
         error = "told to fail" if reason == "error" else None
-        request.on_event(FakeEvent(finish_reason=reason, account=account, timing=timing, error=error, **last))
+        request.on_event(Event(finish_reason=reason, account=account, timing=timing, error=error, **last))
 
     @property
     def held_blocks(self) -> int:
@@ -339,7 +331,9 @@ class FakeLoop:
 
         def walk(node: dict[str, Any], parent: int | None) -> None:
             tokens = list(node["tokens"])
-            while len(node["children"]) == 1 and (only := next(iter(node["children"].values())))["users"] == node["users"]:
+            while (
+                len(node["children"]) == 1 and (only := next(iter(node["children"].values())))["users"] == node["users"]
+            ):
                 node = only
                 tokens += node["tokens"]
             number = next(ids)

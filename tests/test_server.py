@@ -63,7 +63,10 @@ def test_bytes_of_a_stream(served: Served) -> None:
 
 
 def test_content_parts_are_joined(served: Served) -> None:
-    parts: Any = [{"type": "text", "text": "Name three trees that grow "}, {"type": "text", "text": "in the north, please."}]
+    parts: Any = [
+        {"type": "text", "text": "Name three trees"},
+        {"type": "text", "text": "that grow in the north, please."},
+    ]
     joined = served.client.chat.completions.create(
         model=served.model, messages=[{"role": "user", "content": parts}], max_tokens=1
     )
@@ -164,7 +167,17 @@ def test_a_wrong_prompt_is_named(served: Served, prompt: Any) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"null", b'{"model": NaN}', b"\xff\xfe", b'{"model": "\\ud800"}', b"[" * 100_000, b'"' + b"x" * 4096],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"model": NaN}',
+        b"\xff\xfe",
+        b'{"model": "\\ud800"}',
+        b"[" * 100_000,
+        b'"' + b"x" * 4096,
+    ],
     ids=lambda body: repr(body[:12]),
 )
 def test_malformed_bodies(served: Served, body: bytes) -> None:
@@ -203,8 +216,8 @@ def test_a_body_that_is_too_large(served: Served) -> None:
     status, error = served.error(CHAT, b"x", content_length=str(MAX_BODY_BYTES + 1))
     assert (status, error["code"]) == (413, "body_too_large")
     with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
-        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
-        connection.sendall(head.encode())
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        connection.sendall(head.encode() + b"transfer-encoding: chunked\r\n\r\n")
         part = b"%x\r\n" % 2**20 + b" " * 2**20 + b"\r\n"
         try:
             for _ in range(MAX_BODY_BYTES // 2**20 + 2):
@@ -272,6 +285,7 @@ def test_page(served: Served) -> None:
     assert "default-src 'none'" in headers["content-security-policy"]
     page = answer["text"]
     assert "/cache" in page
+    page = page.replace("http://www.w3.org/2000/svg", "")  # a name, not an address
     assert not [word for word in ("https://", "http://", "@import", "innerHTML") if word in page]
 
 

@@ -29,7 +29,8 @@ def started(*options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
             assert process.stderr is not None
             ready = process.stderr.readline()
             match = re.fullmatch(
-                r"kvist: fake-1m in f32 is ready on http://127\.0\.0\.1:(\d+) · cache 65,536 tokens in 48 MiB \(bf16/bf16\)\n",
+                r"kvist: fake-1m in f32 is ready on http://127\.0\.0\.1:(\d+) · "
+                r"cache 65,536 tokens in 48 MiB \(bf16/bf16\)\n",
                 ready,
             )
             assert match, ready
@@ -82,10 +83,8 @@ def test_a_second_signal_aborts() -> None:
 
 
 def test_an_idle_server_ends_at_once() -> None:
-    with started() as (process, port):
-        # A connection that is kept alive must not hold it up.
-        with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
-            connection.request("GET", "/cache")
-            connection.getresponse().read()
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
+    with started() as (process, port), contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=30)) as kept_alive:
+        kept_alive.request("GET", "/cache")
+        kept_alive.getresponse().read()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0

@@ -33,8 +33,8 @@ _PAGE_HEADERS = {
 class Gate:
     """Checks the key, counts what runs, and turns new work away once the server is draining.
 
-    ``/v1`` and ``/cache`` need the key, the latter because it shows the beginnings of prompts. ``/health``, ``/metrics``
-    and the page (which holds nothing by itself) do not.
+    ``/v1`` and ``/cache`` need the key, the latter because it shows the beginnings of prompts. ``/health``,
+    ``/metrics`` and the page (which holds nothing by itself) do not.
     """
 
     def __init__(self, app: ASGIApp, *, state: "ServerState", api_key: str | None) -> None:

@@ -20,18 +20,19 @@ a model.
                       "hit_tokens", "query_tokens"}
     speed            {"tokens_per_second"}
 
-``block_states`` is one letter a block in the order of block ids, run-length coded as count and letter: ``120h16c4096f``
-(f free, c cached, h held, - in a slab that is not lent to this group). ``held_by`` is optional: ``[[first block, count, request id], …]``, so that the page can
-give each request its hue; a block that several requests share may be named once.
+``block_states`` is one letter a block in the order of block ids, run-length coded as count and letter,
+``120h16c4096f``: f free, c cached, h held, x in a slab that is not lent to this group. ``held_by`` is
+``[[first block, count, request id], …]``, so that the page can give each request its hue; a block that several requests
+share is named for each.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvist.engine.answer import Event
 
 if TYPE_CHECKING:
     from kvist.engine.sampler import SamplingParams
-
-FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Tokenizer(Protocol):
@@ -39,70 +40,49 @@ class Tokenizer(Protocol):
 
     vocab_size: int
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]: ...
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Return the ids of a text, with what the model puts around texts."""
+        ...
 
-    def decode(self, ids: Iterable[int]) -> str: ...
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids, without control tokens."""
+        ...
 
-    def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]: ...
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what one id writes; it may be a part of a character."""
+        ...
 
-
-class TokenLogprob(Protocol):
-    """Log-probability of a sampled token, natural logarithm, with the likeliest alternatives, best first."""
-
-    @property
-    def token_id(self) -> int: ...
-
-    @property
-    def logprob(self) -> float: ...
-
-    @property
-    def top(self) -> Sequence[tuple[int, float]]: ...
-
-
-class Event(Protocol):
-    """One piece of an answer; the last one has a ``finish_reason``, the account and the timing."""
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-
-    @property
-    def logprobs(self) -> Sequence[TokenLogprob]: ...
-
-    @property
-    def finish_reason(self) -> FinishReason | None: ...
-
-    @property
-    def account(self) -> dict[str, Any] | None: ...
-
-    @property
-    def timing(self) -> dict[str, Any] | None: ...
-
-    @property
-    def error(self) -> str | None: ...
+    def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+        """Return the ids of a conversation, through the model's template."""
+        ...
 
 
 class Backend(Protocol):
-    """One running engine. Every method is safe from any thread and returns at once.
+    """One running engine. Every method but `stop` is safe from any thread and returns at once.
 
-    ``max_context`` is the most tokens, prompt and answer together, that one request may have: the least of the model's
-    context, ``--max-context`` and what an empty cache holds for one sequence. ``cache_tokens`` is the number of tokens
-    that the whole cache holds when every window is full.
+    ``max_context`` is the least of the model's context, ``--max-context`` and what an empty cache holds for one
+    sequence. ``cache_tokens`` is the number of tokens that the whole cache holds when every window is full.
     """
 
     @property
-    def model_id(self) -> str: ...
+    def model_id(self) -> str:
+        """The name that requests give."""
+        ...
 
     @property
-    def max_context(self) -> int: ...
+    def max_context(self) -> int:
+        """Most tokens of one request, prompt and answer together."""
+        ...
 
     @property
-    def cache_tokens(self) -> int: ...
+    def cache_tokens(self) -> int:
+        """Tokens that the whole cache holds."""
+        ...
 
     @property
-    def tokenizer(self) -> Tokenizer: ...
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        ...
 
     def submit(
         self,
@@ -110,7 +90,7 @@ class Backend(Protocol):
         params: "SamplingParams",
         *,
         cache_salt: str = "",
-        on_event: Callable[[Any], None],
+        on_event: Callable[[Event], None],
     ) -> str:
         """Queue a request and return its id; ``on_event`` is called from the engine's thread.
 

@@ -1,8 +1,8 @@
 """One HTTP request and the answers that the engine gives to it.
 
-The engine's thread posts events; `Bridge` carries all that wait over to the event loop in one wake-up, because a wake-up
-(a write to a pipe and a turn of the loop) costs more than the event itself, and a step of the engine ends for all
-running requests at once.
+The engine's thread posts events; `Bridge` carries all that wait over to the event loop in one wake-up, because a
+wake-up (a write to a pipe and a turn of the loop) costs more than the event itself, and a step of the engine ends for
+all running requests at once.
 """
 
 import asyncio
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Receive
 
-from kvist.server.backend import Backend, Event, FinishReason, TokenLogprob
+from kvist.engine.answer import Event, FinishReason, TokenLogprob
+from kvist.server.backend import Backend
 from kvist.server.errors import ApiError
 from kvist.server.metrics import ServerMetrics
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvist.server")
 
 
-class ClientGone(Exception):
+class HungUpError(Exception):
     """The client hung up; nobody is left to answer."""
 
 
@@ -42,7 +43,7 @@ class Bridge:
 
         def post(event: Event) -> None:
             self._waiting.append((exchange, index, event, time.monotonic()))
-            # Appended before the flag is read, and the flag is cleared before the queue is emptied: none is left behind.
+            # Appended before the flag is read, and the flag is cleared before the queue is emptied: none stays behind.
             if not self._scheduled:
                 self._scheduled = True
                 try:
@@ -138,7 +139,7 @@ class Exchange:
         """Wait for news and return it, one piece a choice; an empty list when ``patience`` seconds brought none.
 
         Raises:
-            ClientGone: the client has hung up.
+            HungUpError: the client has hung up.
             ApiError: the engine failed, or the server aborted the request.
         """
         if not self._events and not self._gone:
@@ -148,7 +149,7 @@ class Exchange:
             except TimeoutError:
                 return []
         if self._gone:
-            raise ClientGone
+            raise HungUpError
         self._wake.clear()
         events, self._events = self._events, []
         pieces: dict[int, Piece] = {}

@@ -16,10 +16,10 @@ from kvist._version import __version__
 from kvist.engine.sampler import SamplingParams
 from kvist.server.backend import Backend
 from kvist.server.errors import ApiError, from_validation
-from kvist.server.exchange import Bridge, ClientGone, Exchange
+from kvist.server.exchange import Bridge, Exchange, HungUpError
 from kvist.server.metrics import ServerMetrics
 from kvist.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
-from kvist.server.shapes import ChatShape, CompletionShape, Envelope, TokenText
+from kvist.server.shapes import ChatShape, CompletionShape, Envelope
 
 MAX_BODY_BYTES = 16 * 2**20
 # OpenAI's default of /v1/completions; a chat may by default go on until the context is full.
@@ -105,7 +105,7 @@ def routes(service: Service) -> APIRouter:
         length = sum(len(message["content"]) for message in messages)
         ids = await _ids(backend.tokenizer.chat, messages, length)
         limit = body.max_completion_tokens or body.max_tokens
-        shape = ChatShape(_token_text(backend), with_logprobs=body.logprobs)
+        shape = ChatShape(backend.tokenizer, with_logprobs=body.logprobs)
         return await _answer(service, request, body, shape, [ids], limit, "messages")
 
     @router.post("/v1/completions")
@@ -118,7 +118,7 @@ def routes(service: Service) -> APIRouter:
         if body.echo:
             texts = [p if isinstance(p, str) else backend.tokenizer.decode(p) for p in body.prompt]
             echoes = [text for text in texts for _ in range(body.n)]
-        shape = CompletionShape(_token_text(backend), with_logprobs=body.logprobs is not None, echoes=echoes)
+        shape = CompletionShape(backend.tokenizer, with_logprobs=body.logprobs is not None, echoes=echoes)
         return await _answer(service, request, body, shape, prompts, limit, "prompt")
 
     return router
@@ -146,7 +146,7 @@ async def _answer(
     try:
         async with exchange:
             await exchange.collect()
-    except ClientGone:
+    except HungUpError:
         return Response(status_code=499)
     return Response(envelope.whole(exchange.choices, body.n), media_type="application/json")
 
@@ -183,7 +183,7 @@ class EventStream(Response):
                 last = b"data: [DONE]\n\n"
                 if self._usage_per_prompt is not None:
                     last = envelope.usage(exchange.choices, self._usage_per_prompt) + last
-        except ClientGone:
+        except HungUpError:
             return
         except ApiError as error:
             last = b"data: " + json.dumps(error.body).encode() + b"\n\ndata: [DONE]\n\n"
@@ -252,7 +252,3 @@ def _sampling(body: GenerationRequest, room: int, copy: int) -> SamplingParams:
         ignore_eos=body.ignore_eos,
         logprobs=body.logprob_count,
     )
-
-
-def _token_text(backend: Backend) -> TokenText:
-    return lambda token_id: backend.tokenizer.decode([token_id])

@@ -7,16 +7,17 @@ import socket
 import sys
 from argparse import Namespace
 from collections.abc import Generator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from fastapi import FastAPI
 
 from kvist.errors import InputError
-from kvist.server.app import ServerState, create_app
 from kvist.server.backend import Backend
 from kvist.units import format_size
+
+if TYPE_CHECKING:
+    from kvist.server.app import ServerState
 
 
 def serve(args: Namespace) -> int:
@@ -32,19 +33,18 @@ def serve(args: Namespace) -> int:
     # First the address, which can fail at once, then the model, which takes seconds.
     listener = bind(args.host, args.port)
     with listener:
-        from kvist.engine.engine import Engine
+        from kvist.engine.engine import Engine, best_dtype
         from kvist.engine.loop import EngineLoop
         from kvist.spec.formats import CacheFormat
 
-        chosen = {"key": args.key, "value": args.value}
         given = {
             "dtype": args.dtype, "block_tokens": args.block, "max_running": args.max_running,
             "max_context": args.max_context, "memory": args.memory,
         }  # fmt: skip
         settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        codecs = {name: codec for name, codec in chosen.items() if codec is not None}
-        if codecs:
-            settings["format"] = CacheFormat(**codecs)
+        if args.key or args.value:
+            dtype = args.dtype or best_dtype()
+            settings["format"] = CacheFormat(key=args.key or dtype, value=args.value or dtype)
         model = (args.model,) if args.model else ()
         loop = EngineLoop(Engine(*model, **settings))
         loop.start()
@@ -81,6 +81,9 @@ def _in_use(host: str, port: int, error: OSError) -> InputError:
 
 def run(loop: Backend, listener: socket.socket, *, api_key: str | None = None) -> int:
     """Answer on a bound socket until a signal; then finish what runs (a second signal aborts it). Return 0."""
+    # Not at the top: a port that is taken should be said before PyTorch is loaded.
+    from kvist.server.app import create_app
+
     app = create_app(loop, api_key=api_key)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, lifespan="off", timeout_keep_alive=75
@@ -88,7 +91,7 @@ def run(loop: Backend, listener: socket.socket, *, api_key: str | None = None) -
     host, port = listener.getsockname()[:2]
     if not (api_key or host.startswith("127.") or host == "::1"):
         _say(f"kvist: {host} is open to the network and no --api-key is set: whoever reaches it can use it")
-    server = _Server(config, app, loop, ready=_ready_line(loop, host, port))
+    server = _Server(config, app.state.server, loop, ready=_ready_line(loop, host, port))
     try:
         asyncio.run(server.serve(sockets=[listener]))
     except OSError as error:
@@ -102,12 +105,12 @@ def run(loop: Backend, listener: socket.socket, *, api_key: str | None = None) -
 class _Server(uvicorn.Server):
     """uvicorn's server, which on a signal stays up for ``/health`` until what runs is finished."""
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI, loop: Backend, *, ready: str) -> None:
+    def __init__(self, config: uvicorn.Config, state: "ServerState", loop: Backend, *, ready: str) -> None:
         super().__init__(config)
-        self._state: ServerState = app.state.server
+        self._state = state
         self._backend = loop
         self._ready = ready
-        self._drain: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -123,19 +126,25 @@ class _Server(uvicorn.Server):
         _say(self._ready)
 
     def _on_signal(self) -> None:
-        if self._drain is None:
+        if not self._tasks:
             self._state.draining = True
             running = self._state.active
             left = f"; finishing {running} first, a second signal aborts" if running else ""
             _say(f"kvist: shutting down{left}")
-            self._drain = asyncio.create_task(self._finish())
+            self._tasks.append(asyncio.create_task(self._finish()))
         else:
-            self._backend.stop(drain=False)
-            self.force_exit = self.should_exit = True
+            self._tasks.append(asyncio.create_task(self._abort()))
 
     async def _finish(self) -> None:
         await self._state.idle()
         self.should_exit = True
+
+    async def _abort(self) -> None:
+        # In a thread: the engine ends after its step, and until then clients are to hear what happened.
+        await asyncio.to_thread(self._backend.stop, drain=False)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._state.idle(), timeout=1)
+        self.should_exit = self.force_exit = True
 
 
 def _ready_line(loop: Backend, host: str, port: int) -> str:

@@ -101,7 +101,7 @@ def _stops(value: Any) -> Any:
 
 
 def _content(value: Any) -> Any:
-    """Text of a message: a string, or a list of text parts, which are joined."""
+    """Text of a message: a string, or a list of text parts, which are joined by newlines as other servers do."""
     if not isinstance(value, list):
         return value
     texts = []
@@ -113,7 +113,7 @@ def _content(value: Any) -> Any:
         if extra or not isinstance(part.get("text"), str):
             raise _wrong(f"part {index} must be {{'type': 'text', 'text': string}}" + f", not {extra}" * bool(extra))
         texts.append(part["text"])
-    return "".join(texts)
+    return "\n".join(texts)
 
 
 def _is_ids(value: Any) -> bool:

@@ -7,16 +7,15 @@ text itself is encoded for each chunk.
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvist.server.backend import TokenLogprob
+from kvist.engine.answer import TokenLogprob
+from kvist.server.backend import Tokenizer
 from kvist.server.exchange import Choice, Piece
 
 # JSON has no minus infinity; OpenAI sends this instead.
 _LOWEST_LOGPROB = -9999.0
-
-TokenText = Callable[[int], str]
 
 
 def usage(choices: Sequence[Choice], per_prompt: int) -> dict[str, Any]:
@@ -39,8 +38,8 @@ class ChatShape:
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
 
-    def __init__(self, token_text: TokenText, *, with_logprobs: bool) -> None:
-        self._token_text = token_text
+    def __init__(self, tokenizer: Tokenizer, *, with_logprobs: bool) -> None:
+        self._tokenizer = tokenizer
         self._with_logprobs = with_logprobs
 
     def opening(self, index: int) -> dict[str, Any]:
@@ -67,8 +66,8 @@ class ChatShape:
         return {**self._alternative(token.token_id, token.logprob), "top_logprobs": top}
 
     def _alternative(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._token_text(token_id)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+        written = self._tokenizer.token_bytes(token_id)
+        return {"token": written.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(written)}
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         """One answer of a whole response."""
@@ -88,8 +87,8 @@ class CompletionShape:
     chunk_object = "text_completion"
     id_prefix = "cmpl-"
 
-    def __init__(self, token_text: TokenText, *, with_logprobs: bool, echoes: Sequence[str]) -> None:
-        self._token_text = token_text
+    def __init__(self, tokenizer: Tokenizer, *, with_logprobs: bool, echoes: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
         self._with_logprobs = with_logprobs
         self._echoes = echoes
         self._offsets: dict[int, int] = {}
@@ -115,14 +114,21 @@ class CompletionShape:
         texts, values, tops, offsets = [], [], [], []
         offset = self._offsets.get(index, 0)
         for token in tokens:
-            text = self._token_text(token.token_id)
-            texts.append(text)
+            texts.append(self._token_text(token.token_id))
             values.append(_finite(token.logprob))
             tops.append({self._token_text(token_id): _finite(logprob) for token_id, logprob in token.top})
             offsets.append(offset)
-            offset += len(text)
+            offset += len(self._tokenizer.token_bytes(token.token_id).decode(errors="ignore"))
         self._offsets[index] = offset
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+    def _token_text(self, token_id: int) -> str:
+        written = self._tokenizer.token_bytes(token_id)
+        try:
+            return written.decode()
+        except UnicodeDecodeError:
+            # Part of a character. OpenAI writes it like this, so that no two tokens look the same.
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         """One answer of a whole response."""
