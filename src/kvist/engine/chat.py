@@ -6,7 +6,8 @@ with the same settings, filters and globals (source: transformers, utils/chat_te
 What a client sends must stay text: a message that contains ``<|im_end|>`` must not end its own turn. So every
 control token in the client's strings is *fenced* before the template runs (a character that Unicode reserves for
 internal use is put between its letters), and the fence is taken out again piece by piece, where the prompt is
-encoded (:meth:`Fence.pieces`).
+encoded (:meth:`Fence.pieces`). Two things are left to the template: a control token of a single letter cannot be
+fenced, and one that is half client, half template is not seen.
 """
 
 import json

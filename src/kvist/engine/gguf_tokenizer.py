@@ -177,21 +177,17 @@ class _Metadata:
 class _ByteLevel(_Metadata):
     """``gpt2``: BPE over bytes that are written as printable letters."""
 
-    @cached_property
-    def pre(self) -> str:
-        name = self.header.metadata.get("tokenizer.ggml.pre")
-        name = _ALIASES.get(str(name), name)
-        if name not in _PRE_TOKENIZERS:
+    def __init__(self, header: GGUFHeader) -> None:
+        super().__init__(header)
+        name = header.metadata.get("tokenizer.ggml.pre")
+        self.pre = _ALIASES.get(str(name), str(name))
+        if self.pre not in _PRE_TOKENIZERS:
             raise UnsupportedModel(
-                f"{self.header.name}: tokenizer.ggml.pre is {name!r}; supported are "
+                f"{header.name}: tokenizer.ggml.pre is {name!r}; supported are "
                 f"{', '.join([*_PRE_TOKENIZERS, *_ALIASES])}",
                 key="tokenizer.ggml.pre",
             )
-        return str(name)
-
-    @property
-    def default_bos(self) -> bool:  # type: ignore[override]
-        return self.pre == _LLAMA3
+        self.default_bos = self.pre == _LLAMA3
 
     def plain_encoder(self) -> Callable[[str], list[int]]:
         merges: list[tuple[str, str]] = []

@@ -64,13 +64,14 @@ class Tokenizer:
             InputError: the text holds half of a surrogate pair, which is no character.
         """
         try:
-            ids = self._vocabulary.encode(text, parse_special)
+            text.encode()
         except UnicodeEncodeError as error:
             raise InputError(
                 f"prompt: holds U+{ord(text[error.start]):04X} at position {error.start}, half of a surrogate pair; "
                 f"send whole Unicode characters",
                 key="prompt",
             ) from error
+        ids = self._vocabulary.encode(text, parse_special)
         return [*self._vocabulary.prefix, *ids, *self._vocabulary.suffix] if special else ids
 
     def decode(self, ids: Iterable[int], *, continues: bool = False) -> str:
