@@ -209,6 +209,7 @@ def _add_generate(commands: Any) -> None:
     command.add_argument("--min-p", type=_number, metavar="X", help="drop tokens less likely than X of the best")
     command.add_argument("--seed", type=_whole, metavar="N", help="same seed, same answer")
     command.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
+    command.add_argument("--no-cache", action="store_true", help="compute every token again at each step")
     template = command.add_mutually_exclusive_group()
     template.add_argument("--chat", action="store_true", default=None, help="put the prompt in the chat template")
     template.add_argument("--raw", dest="chat", action="store_false", help="take the prompt as it is")

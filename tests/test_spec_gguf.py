@@ -1,0 +1,252 @@
+"""The GGUF header reader, against the `gguf` package's own writer and against broken files."""
+
+import struct
+from pathlib import Path
+
+import pytest
+from fixtures_models import gemma_path, smollm2_path  # noqa: F401
+from gguf import GGUFReader
+from gguf.constants import GGML_QUANT_SIZES
+from gguf_files import GEMMA3, LLAMA, header, tensor, text, write_gguf
+
+from kvist.errors import BadFile, UnsupportedModel
+from kvist.spec.formats import CacheFormat
+from kvist.spec.gguf import GGML_TYPES, GGUFArray, read_gguf
+from kvist.spec.gguf_config import config_of
+from kvist.spec.model import ModelSpec
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "small.gguf")
+
+
+def test_type_sizes_are_those_of_the_gguf_package() -> None:
+    for kind, (name, block, size) in GGML_TYPES.items():
+        # Never stored in files; the package counts the two scales as f32, ggml-common.h as f16.
+        if name != "Q8_1":
+            assert (block, size) == GGML_QUANT_SIZES[kind], name
+    assert set(GGML_QUANT_SIZES) <= set(GGML_TYPES)
+
+
+def test_reads_what_the_writer_wrote(small: Path) -> None:
+    found = read_gguf(small)
+    assert found.metadata["general.architecture"] == "llama"
+    assert found.metadata["llama.attention.head_count_kv"] == 2
+    assert found.array("tokenizer.ggml.tokens") == ["<s>", "</s>", "naïve"]
+    assert found.array("tokenizer.ggml.scores") == [0.0, -1.0, -2.5]
+    assert found.array("tokenizer.ggml.token_type") == [3, 3, 1]
+    theirs = GGUFReader(small)
+    for ours, other in zip(found.tensors, theirs.tensors, strict=True):
+        assert (ours.name, ours.offset, ours.bytes) == (other.name, other.data_offset, other.n_bytes)
+        assert ours.shape == tuple(reversed(other.shape.tolist()))
+    assert found.parameters == 3 * 64 + 2 * (64 + 32 + 32) * 64
+    assert found.weights_by_type == {"F16": 2 * 128 * 64 * 2, "F32": 3 * 64 * 4}
+
+
+def test_arrays_are_not_decoded_until_asked(small: Path) -> None:
+    found = read_gguf(small)
+    tokens = found.metadata["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, GGUFArray)
+    assert (tokens.count, tokens.end - tokens.start) == (3, 3 * 8 + len("<s></s>naïve".encode()))
+    with pytest.raises(BadFile, match="an array was expected"):
+        found.array("general.architecture")
+
+
+def test_bytes_of_a_prefix_are_enough(small: Path) -> None:
+    whole = read_gguf(small)
+    prefix = read_gguf(small.read_bytes()[: whole.data_start], name="prefix")
+    assert prefix.tensors == whole.tensors
+    assert prefix.array("tokenizer.ggml.tokens") == ["<s>", "</s>", "naïve"]
+
+
+def test_every_cut_of_a_header_is_refused(small: Path) -> None:
+    data = small.read_bytes()
+    end = read_gguf(small).data_start
+    for length in range(0, end - 32, 7):
+        with pytest.raises(BadFile):
+            read_gguf(data[:length], name="cut")
+
+
+def test_a_file_without_its_last_tensor_bytes_is_cut(small: Path, tmp_path: Path) -> None:
+    torn = tmp_path / "torn.gguf"
+    torn.write_bytes(small.read_bytes()[:-1])
+    with pytest.raises(BadFile, match="cut: tensor"):
+        read_gguf(torn)
+
+
+_KEY = text("a.key")
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "cut"),
+        (b"GGU", "cut"),
+        (b"PK\x03\x04" + bytes(40), "does not begin"),
+        (header(version=1), "version 1"),
+        (header(version=0x03000000), "version 50331648"),
+        (header(keys=2**63), "more than"),
+        (header(tensors=2**40), "more than"),
+        (header(struct.pack("<Q", 2**62), bytes(40), keys=1), "claims"),
+        (header(text(""), bytes(40), keys=1), "empty"),
+        (header(_KEY, struct.pack("<I", 99), bytes(40), keys=1), "value type 99"),
+        (header(_KEY, struct.pack("<IQ", 8, 2**60), bytes(40), keys=1), "cut"),
+        (header(_KEY, struct.pack("<IIQ", 9, 8, 2**60), bytes(40), keys=1), "strings do not fit"),
+        (header(_KEY, struct.pack("<IIQ", 9, 4, 2**60), bytes(40), keys=1), "cut"),
+        (header(_KEY, struct.pack("<IIQ", 9, 9, 1), bytes(40), keys=1), "arrays of type 9"),
+        (header(_KEY, struct.pack("<IIQQ", 9, 8, 2, 2**63), bytes(40), keys=1), "cut"),
+        (header(_KEY, struct.pack("<IB", 0, 1), _KEY, struct.pack("<IB", 0, 1), bytes(20), keys=2), "occurs twice"),
+        (header(_KEY, struct.pack("<IQ", 8, 2), b"\xff\xfe", bytes(20), keys=1), "not UTF-8"),
+        (header(tensor("w", [32], kind=4), bytes(64), tensors=1), "ggml type 4"),
+        (header(tensor("w", [33], kind=3), bytes(64), tensors=1), "no multiple of the 32 elements of a Q4_1 block"),
+        (header(tensor("w", [2**32, 2**32]), bytes(64), tensors=1), "not possible"),
+        (header(tensor("w", [1, 1, 1, 1, 1]), bytes(64), tensors=1), "5 dimensions"),
+        (header(tensor("w", [8], offset=1), bytes(64), tensors=1), "no multiple of 32"),
+        (header(tensor("w", [8]), tensor("w", [8]), bytes(64), tensors=2), "occurs twice"),
+    ],
+)
+def test_broken_headers_name_what_is_wrong(data: bytes, says: str) -> None:
+    with pytest.raises(BadFile, match=says):
+        read_gguf(data, name="broken")
+
+
+def test_missing_files_and_directories_are_bad_files(tmp_path: Path) -> None:
+    with pytest.raises(BadFile, match="No such file"):
+        read_gguf(tmp_path / "none.gguf")
+    with pytest.raises(BadFile, match="directory"):
+        read_gguf(tmp_path)
+
+
+def test_llama_gets_hugging_face_names(small: Path) -> None:
+    named = config_of(read_gguf(small))
+    assert named.assumed == ()
+    assert named.config | {"rms_norm_eps": 0} == {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "vocab_size": 3,
+        "rms_norm_eps": 0,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+
+
+def test_the_output_matrix_says_whether_embeddings_are_tied(tmp_path: Path) -> None:
+    untied = write_gguf(tmp_path / "untied.gguf", tied=False)
+    assert config_of(read_gguf(untied)).config["tie_word_embeddings"] is False
+
+
+def test_qwen2_has_biases_and_no_window(tmp_path: Path) -> None:
+    spec = ModelSpec.read(write_gguf(tmp_path / "qwen.gguf", architecture="qwen2", bias=True))
+    assert spec.config["attention_bias"] is True
+    assert {layer.window for layer in spec.layers} == {None}
+    assert spec.name == "qwen"
+
+
+def test_qwen3_takes_its_head_width_from_the_file(tmp_path: Path) -> None:
+    keys = LLAMA | {"attention.key_length": 32, "attention.value_length": 32}
+    spec = ModelSpec.read(write_gguf(tmp_path / "qwen3.gguf", architecture="qwen3", keys=keys))
+    assert {(layer.kv_heads, layer.key_dim) for layer in spec.layers} == {(2, 32)}
+
+
+def test_gemma3_names_no_pattern_so_the_family_rule_is_said(tmp_path: Path) -> None:
+    spec = ModelSpec.read(write_gguf(tmp_path / "gemma.gguf", architecture="gemma3", keys=GEMMA3))
+    assert [layer.window for layer in spec.layers] == [64] * 5 + [None] + [64] * 2
+    assert {entry.key: entry.value for entry in spec.assumed} == {
+        "sliding_window_pattern": 6,
+        "rope_local_base_freq": 10000.0,
+        "query_pre_attn_scalar": 32,
+    }
+    assert spec.config["model_type"] == "gemma3_text"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "windows"),
+    [(4, [64, 64, 64, None] * 2), ([True, False] * 4, [64, None] * 4)],
+)
+def test_gemma3_pattern_in_the_file_is_honoured(tmp_path: Path, pattern: object, windows: list[int | None]) -> None:
+    keys = GEMMA3 | {"attention.sliding_window_pattern": pattern}
+    spec = ModelSpec.read(write_gguf(tmp_path / "gemma.gguf", architecture="gemma3", keys=keys))
+    assert [layer.window for layer in spec.layers] == windows
+    assert "sliding_window_pattern" not in {entry.key for entry in spec.assumed}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "error", "says"),
+    [
+        ("mamba", LLAMA, UnsupportedModel, "general.architecture is 'mamba'; supported are llama"),
+        ("llama", LLAMA | {"expert_count": 8}, UnsupportedModel, "llama.expert_count is 8"),
+        ("llama", LLAMA | {"attention.sliding_window": 64}, UnsupportedModel, "llama.attention.sliding_window is 64"),
+        ("llama", LLAMA | {"attention.value_length": 8}, UnsupportedModel, "attention.value_length is 8"),
+        ("llama", LLAMA | {"context_length": "long"}, BadFile, "llama.context_length is 'long'"),
+        ("llama", LLAMA | {"context_length": 0}, BadFile, "max_position_embeddings is 0"),
+        ("llama", LLAMA | {"rope.scaling.type": "su"}, UnsupportedModel, "rope.scaling.type is 'su'"),
+        (
+            "gemma3",
+            {key: value for key, value in GEMMA3.items() if key != "attention.sliding_window"},
+            BadFile,
+            "gemma3.attention.sliding_window is None",
+        ),
+    ],
+)
+def test_what_cannot_be_read_exactly_is_refused(
+    tmp_path: Path, architecture: str, keys: dict[str, object], error: type[Exception], says: str
+) -> None:
+    path = write_gguf(tmp_path / "model.gguf", architecture=architecture, keys=keys)
+    with pytest.raises(error, match=says):
+        ModelSpec.read(path)
+
+
+def test_heads_for_each_layer_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        keys={key: value for key, value in LLAMA.items() if key != "attention.head_count_kv"},
+        extra={"llama.attention.head_count_kv": [2, 1]},
+        kv_width=32,
+    )
+    with pytest.raises(UnsupportedModel, match="head_count_kv has a value for each layer"):
+        ModelSpec.read(path)
+
+
+def test_metadata_that_contradicts_the_tensors_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadFile, match=r"blk\.0\.attn_k\.weight gives 16 values a token, the metadata 32"):
+        ModelSpec.read(write_gguf(tmp_path / "model.gguf", kv_width=16))
+
+
+@pytest.mark.parametrize(
+    ("name", "fixture", "append", "retained", "weights", "parameters"),
+    [
+        ("smollm2-135m", "smollm2_path", 23040, 23040, 96_576_768, 134_515_008),
+        ("gemma-3-270m", "gemma_path", 18432, 3072, 246_587_904, 268_098_176),
+    ],
+)
+def test_real_files_are_what_the_built_in_descriptions_say(
+    request: pytest.FixtureRequest,
+    name: str,
+    fixture: str,
+    append: int,
+    retained: int,
+    weights: int,
+    parameters: int,
+) -> None:
+    real, known = ModelSpec.read(request.getfixturevalue(fixture)), ModelSpec.read(name)
+    fmt = CacheFormat()
+    for spec in (real, known):
+        assert (spec.name, spec.append_bytes_per_token(fmt)) == (name, append)
+        assert (spec.retained_bytes_per_token(fmt), spec.weights_bytes) == (retained, weights)
+        assert spec.parameters == parameters
+    assert real.config == known.config
+    assert real.assumed == known.assumed
+    assert real.weights_by_type == known.weights_by_type

@@ -1,0 +1,133 @@
+"""Names and paths to models."""
+
+import json
+from pathlib import Path
+
+import pytest
+from gguf_files import write_gguf
+
+import kvist
+from kvist.errors import BadFile, UnknownModel
+from kvist.spec.formats import CacheFormat
+from kvist.spec.known import KNOWN, known_model
+from kvist.spec.model import ModelSpec
+from kvist.spec.read import read_description
+
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "max_position_embeddings": 128,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["smollm2-135m", "SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M-Instruct"],
+)
+def test_case_and_organisation_of_a_name_are_optional(name: str) -> None:
+    spec = kvist.ModelSpec.read(name)
+    assert (spec.name, spec.path) == ("smollm2-135m", None)
+    assert spec.sequence_bytes(8192, CacheFormat()) == 8192 * 23040
+
+
+def test_gemma_costs_18_kib_until_its_window_and_3_after() -> None:
+    spec = ModelSpec.read("google/gemma-3-270m")
+    fmt = CacheFormat()
+    assert spec.sequence_bytes(512, fmt) == 512 * 18 * 1024
+    assert spec.sequence_bytes(2000, fmt) == 512 * 18 * 1024 + (2000 - 512) * 3 * 1024
+    assert spec.exact
+
+
+def test_unknown_names_list_the_nearest() -> None:
+    with pytest.raises(UnknownModel, match="nearest: gemma-3-270m"):
+        known_model("gemma3-27m")
+    with pytest.raises(UnknownModel, match=f"nearest: {', '.join(KNOWN)}"):
+        known_model("qqqqqqqq")
+
+
+@pytest.mark.parametrize("name", ["./nothing", "a/b/c", "nothing.gguf", "nothing.json", "~/nothing/at/all", "/nothing"])
+def test_paths_that_are_not_there_say_so(name: str) -> None:
+    with pytest.raises(UnknownModel, match="no such file or directory"):
+        ModelSpec.read(name)
+
+
+@pytest.mark.parametrize("name", ["", "\0", "x" * 5000, "~nobody-of-that-name/x"])
+def test_what_cannot_be_a_path_is_an_unknown_model(name: str) -> None:
+    with pytest.raises(UnknownModel):
+        ModelSpec.read(name)
+
+
+def test_a_config_file_and_its_directory_are_one_model(config: Path) -> None:
+    from_file, from_directory = ModelSpec.read(config), ModelSpec.read(config.parent)
+    assert from_file.layers == from_directory.layers
+    assert from_file.name == from_directory.name == "tiny"
+    assert from_file.source == str(config)
+
+
+def test_a_file_of_another_name_is_named_after_itself(tmp_path: Path) -> None:
+    path = tmp_path / "llama-tiny.json"
+    path.write_text(json.dumps(CONFIG))
+    assert ModelSpec.read(path).name == "llama-tiny"
+
+
+def test_a_directory_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:
+    with pytest.raises(BadFile, match=r"neither config\.json nor a \.gguf file"):
+        ModelSpec.read(tmp_path)
+    path = write_gguf(tmp_path / "one.gguf")
+    assert ModelSpec.read(tmp_path).path == path
+    write_gguf(tmp_path / "two.gguf")
+    with pytest.raises(BadFile, match=r"several \.gguf files \(one\.gguf, two\.gguf\): name one"):
+        ModelSpec.read(tmp_path)
+
+
+def test_a_file_with_the_metadata_of_a_known_model_but_other_layers_keeps_its_own_name(tmp_path: Path) -> None:
+    known = KNOWN["smollm2-135m"]
+    path = write_gguf(tmp_path / "pruned.gguf", extra={"general.name": known.gguf_name})
+    assert ModelSpec.read(path).name == "pruned"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is not JSON"),
+        (b"{", r"is not JSON \(line 1\)"),
+        (b"[]", "holds list, not a JSON object"),
+        (b"\xff\xfe\xff", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "is not JSON"),
+        (b" " * (2**24 + 1), "larger than 16 MiB"),
+        (b'{"num_hidden_layers": 2}', "model_type is missing"),
+        (b'{"model_type": "llama", "num_hidden_layers": NaN}', "num_hidden_layers is nan"),
+    ],
+)
+def test_broken_configurations_name_what_is_wrong(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(kvist.InputError, match=says):
+        ModelSpec.read(path)
+
+
+def test_an_override_is_listed_and_makes_the_answer_inexact(config: Path) -> None:
+    spec = ModelSpec.read(config, assume={"num_key_value_heads": 4})
+    assert not spec.exact
+    assert [(entry.key, entry.value, entry.source) for entry in spec.assumed] == [
+        ("num_key_value_heads", 4, "--assume")
+    ]
+    assert spec.layers[0].kv_heads == 4
+
+
+def test_a_configuration_in_memory(config: Path) -> None:
+    assert read_description(CONFIG, name="tiny").layers == ModelSpec.read(config).layers

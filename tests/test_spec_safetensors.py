@@ -1,0 +1,113 @@
+"""Safetensors headers: one file, shards, and broken ones."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from kvist.errors import BadFile
+from kvist.spec.model import ModelSpec
+from kvist.spec.safetensors import read_file, read_header, read_weights
+
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "hidden_size": 8,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def torn(header: Any, size: int = 0) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(size)
+
+
+def test_one_file(tmp_path: Path) -> None:
+    save_file(
+        {"a": np.zeros((4, 8), np.float16), "b": np.zeros(3, np.float32)},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    found = read_weights(tmp_path)
+    assert found is not None
+    assert found.parameters == 35
+    assert found.weights_by_type == {"F16": 64, "F32": 12}
+    assert found.tensors["a"].shape == (4, 8)
+    prefix = (tmp_path / "model.safetensors").read_bytes()[:-76]
+    assert read_header(prefix, name="prefix") == read_file(tmp_path / "model.safetensors")
+
+
+def test_a_directory_of_shards(tmp_path: Path) -> None:
+    save_file({"a": np.zeros(4, np.float32)}, tmp_path / "model-1.safetensors")
+    save_file({"b": np.zeros(2, np.int8)}, tmp_path / "model-2.safetensors")
+    placed = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": placed}))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    spec = ModelSpec.read(tmp_path)
+    assert (spec.weights_bytes, spec.parameters, spec.name) == (18, 6, tmp_path.name)
+    assert spec.path == tmp_path
+
+    for weight_map, says in (
+        ({**placed, "c": "model-1.safetensors"}, "tensor 'c' is not in model-1"),
+        ({**placed, "c": "model-3.safetensors"}, "names model-3.safetensors, which is not in"),
+        ({**placed, "c": "../model-1.safetensors"}, "is not a plain file name"),
+        ({"a": 1}, "weight_map is missing"),
+        (None, "weight_map is missing"),
+    ):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(BadFile, match=says):
+            ModelSpec.read(tmp_path)
+
+
+def test_packed_weights_have_bytes_but_no_parameter_count(tmp_path: Path) -> None:
+    save_file({"a": np.zeros(4, np.uint8)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {"bits": 4}}))
+    spec = ModelSpec.read(tmp_path)
+    assert (spec.weights_bytes, spec.parameters) == (4, None)
+
+
+def test_a_directory_without_weights_has_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert ModelSpec.read(tmp_path).weights_bytes is None
+    (tmp_path / "consolidated.safetensors").write_bytes(b"ignored")
+    assert ModelSpec.read(tmp_path).weights_bytes is None
+
+
+_GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "cannot hold a header"),
+        (struct.pack("<Q", 2**63) + b"{}", "cannot hold a header of 9223372036854775808"),
+        (torn(b"[1,2,3]"), "not a JSON object"),
+        (torn(b"not json"), "is not JSON"),
+        (torn(b"[" * 5000), "is not JSON"),
+        (torn({"a": 1}), "lacks dtype"),
+        (torn({"a": _GOOD | {"dtype": "F7"}}, 8), "of type 'F7'"),
+        (torn({"a": _GOOD | {"shape": [-2]}}, 8), "whole numbers"),
+        (torn({"a": _GOOD | {"shape": [2**61]}}, 8), "whole numbers"),
+        (torn({"a": _GOOD | {"shape": [2**40, 2**40]}}, 8), "too many bytes"),
+        (torn({"a": _GOOD | {"shape": [True, 2]}}, 8), "whole numbers"),
+        (torn({"a": _GOOD | {"data_offsets": [0, 7]}}, 8), "its data_offsets say 7"),
+        (torn({"a": _GOOD | {"data_offsets": [8, 0]}}, 8), "its data_offsets say -8"),
+        (torn({"a": _GOOD | {"data_offsets": [0]}}, 8), "lacks dtype"),
+        (torn({"a": _GOOD}, 7), "its tensors end at byte"),
+        (torn({"a": _GOOD}, 9), "its tensors end at byte"),
+    ],
+)
+def test_broken_files_name_what_is_wrong(tmp_path: Path, data: bytes, says: str) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(BadFile, match=says):
+        read_file(path)

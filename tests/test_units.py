@@ -1,0 +1,62 @@
+"""Sizes and token counts."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvist.errors import InputError
+from kvist.units import format_size, parse_size, parse_tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("512MiB", 512 * 2**20),
+        ("40GiB", 40 * 2**30),
+        ("80GB", 80 * 10**9),
+        ("1.5GiB", 3 * 2**29),
+        ("0.1GB", 10**8),
+        (" 2 kib ", 2048),
+        ("7B", 7),
+        (123, 123),
+    ],
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "x", "1XB", "-1", "1e9", "0.1B", "1.GiB", "GiB", "١", True, -5])
+def test_what_is_no_size_is_named(text: str) -> None:
+    with pytest.raises(InputError, match="memory: "):
+        parse_size(text, key="memory")
+
+
+@pytest.mark.parametrize(("text", "count"), [("8k", 8192), ("1M", 2**20), ("0.5k", 512), ("17", 17), (9, 9)])
+def test_token_counts(text: str | int, count: int) -> None:
+    assert parse_tokens(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "8kb", "0.3k", "-2", "8 tokens", -1])
+def test_what_is_no_token_count_is_named(text: str) -> None:
+    with pytest.raises(InputError, match="context: "):
+        parse_tokens(text, key="context")
+
+
+@given(st.integers(0, 2**60))
+def test_a_plain_number_is_itself(count: int) -> None:
+    assert parse_size(str(count)) == parse_tokens(str(count)) == count
+
+
+@given(st.integers(0, 2**20), st.sampled_from(["KiB", "MiB", "GiB", "TiB", "KB", "MB", "GB", "TB"]))
+def test_units_scale_exactly(count: int, unit: str) -> None:
+    base = 1024 if "i" in unit else 1000
+    assert parse_size(f"{count}{unit}") == count * base ** ("KMGT".index(unit[0]) + 1)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (23040, "22.5 KiB"), (2**30, "1 GiB"), (5 * 2**41, "10 TiB")],
+)
+def test_printed_sizes(count: int, text: str) -> None:
+    assert format_size(count) == text
