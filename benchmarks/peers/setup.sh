@@ -54,8 +54,12 @@ step_openvino() {
 }
 
 step_llama() {
-    # Builds from source for the very CPU it runs on (GGML_NATIVE is the default): some minutes a core.
-    CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)} venv llama llama-cpp-python==0.3.36 numpy
+    # Builds from source for the very CPU it runs on (GGML_NATIVE is the default): some minutes a core. GCC 12 and
+    # older think the AMX tile configuration unread and drop its stores, which ends in an illegal instruction on CPUs
+    # with AMX; without dead-store elimination they stay.
+    CXXFLAGS="-fno-dse -fno-tree-dse ${CXXFLAGS:-}" \
+        CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)} \
+        venv llama llama-cpp-python==0.3.36 numpy
     complete llama
 }
 
