@@ -8,7 +8,7 @@ import pytest
 from fixtures_models import gemma_path, smollm2_path  # noqa: F401
 from hypothesis import given
 from hypothesis import strategies as st
-from test_tokenizer import byte_level, read, write_directory
+from tiny_tokenizers import byte_level, read, write_directory
 
 from kvist.engine.chat import ChatTemplate, fence_control_tokens
 from kvist.engine.tokenizer import Tokenizer
@@ -139,6 +139,15 @@ def test_fences_hide_every_control_token_and_come_off_again(text: str) -> None:
     assert pieces[0] == ("<s>", True)
     assert pieces[-1] == ("<|e|>", True)
     assert not any(piece.control for piece in pieces[1:-1])
+
+
+def test_a_control_token_of_one_letter_cannot_be_fenced(tmp_path: Path) -> None:
+    # The others are, in time that does not grow with the square of their number.
+    small = byte_level()
+    small.add_special_tokens(["你"])
+    tokenizer = read(write_directory(tmp_path, small, chat_template="{{ messages[0].content }}<s>"))
+    ids = tokenizer.chat([{"role": "user", "content": "</s>你" * 20_000}])
+    assert [token for token in ids if tokenizer.is_control(token)] == [tokenizer.bos_id]
 
 
 def test_all_fences_used_up() -> None:

@@ -113,7 +113,7 @@ class Fence:
 
     Attributes:
         char: what stands between the letters of a client's control token; None where no client wrote any.
-        control: matches the text of every control token.
+        control: matches the text of every control token of two letters or more.
     """
 
     char: str | None
@@ -142,6 +142,8 @@ class Fenced(NamedTuple):
 def fence_control_tokens(values: Any, control: Pattern[str]) -> Fenced:
     """Fence every control token in the strings of ``values`` (nested lists and dicts, keys included).
 
+    ``control`` must match two letters or more: nothing fits between the letters of one.
+
     Raises:
         InputError: the strings use up all characters that could serve as a fence.
     """
@@ -155,8 +157,8 @@ def fence_control_tokens(values: Any, control: Pattern[str]) -> Fenced:
 
     def fenced(text: str) -> str:
         # Until none is left, since tokens may overlap.
-        while match := control.search(text):
-            text = f"{text[: match.start()]}{char.join(match[0])}{text[match.end() :]}"
+        while control.search(text):
+            text = control.sub(lambda match: char.join(match[0]), text)
         return text
 
     return Fenced(_map_strings(values, fenced), Fence(char=char, control=control))

@@ -7,6 +7,8 @@ from re import Pattern
 from typing import Any
 
 from kvist.engine.chat import ChatTemplate, fence_control_tokens
+from kvist.engine.gguf_tokenizer import read_gguf_tokenizer
+from kvist.engine.tokenizer_files import read_tokenizer_files
 from kvist.engine.vocabulary import Vocabulary, any_of
 from kvist.errors import InputError, UnsupportedModel
 from kvist.spec.model import ModelSpec
@@ -42,12 +44,8 @@ class Tokenizer:
             raise UnsupportedModel(
                 f"{spec.name}: known by its configuration alone; a tokenizer needs a model directory or a .gguf file"
             )
-        if spec.path.suffix == ".gguf":
-            from kvist.engine.gguf_tokenizer import read_gguf_tokenizer
-
+        if not spec.path.is_dir() and spec.path.suffix != ".json":
             return cls(read_gguf_tokenizer(spec.path), name=spec.name)
-        from kvist.engine.tokenizer_files import read_tokenizer_files
-
         folder = spec.path if spec.path.is_dir() else spec.path.parent
         return cls(read_tokenizer_files(folder, spec.config), name=spec.name)
 
@@ -127,7 +125,7 @@ class Tokenizer:
 
     @cached_property
     def _control_pattern(self) -> Pattern[str]:
-        return any_of(self._vocabulary.control)
+        return any_of(text for text in self._vocabulary.control if len(text) > 1)
 
 
 class DetokenStream:

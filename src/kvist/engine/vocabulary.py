@@ -4,6 +4,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from re import Pattern
+from typing import TypeAlias
+
+# Branches by their first letter; "" where a text ends.
+_Tree: TypeAlias = dict[str, "_Tree"]
 
 # Tokens that end an assistant's turn, by the names that published chat models give them; a model may name only
 # its end of text as eos (source: llama.cpp, src/llama-vocab.cpp, special_eot_id).
@@ -52,7 +56,7 @@ def any_of(texts: Iterable[str]) -> Pattern[str]:
     The texts are folded into a tree by their first letters, so that thousands of them cost a place no more than
     a few comparisons.
     """
-    tree: dict[str, dict] = {}  # type: ignore[type-arg]  # a tree of itself
+    tree: _Tree = {}
     for text in texts:
         branch = tree
         for char in text:
@@ -61,7 +65,7 @@ def any_of(texts: Iterable[str]) -> Pattern[str]:
     return re.compile(_alternatives(tree) if tree else "(?!)")
 
 
-def _alternatives(tree: dict[str, dict]) -> str:  # type: ignore[type-arg]
+def _alternatives(tree: _Tree) -> str:
     ends = "" in tree
     branches = [re.escape(char) + _alternatives(branch) for char, branch in tree.items() if char]
     if not branches:
