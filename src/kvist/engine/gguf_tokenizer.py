@@ -209,6 +209,7 @@ class _ByteLevel(_Metadata):
             ]
         )
         if self.pre == _QWEN2:
+            # As in the tokenizer.json that the model was trained with; llama.cpp leaves it out.
             hf.normalizer = normalizers.NFC()
         return lambda text: list(hf.encode(text, add_special_tokens=False).ids)
 
