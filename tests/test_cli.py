@@ -1,0 +1,206 @@
+"""The command line from outside: what it prints, where, and its exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf_files import write_gguf
+
+from kvist import cli
+from kvist.cli import main, parse
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def test_plan_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["plan", "smollm2-135m", "--json", "--explain", "--cache-memory", "1GiB", "--block", "128"])
+    out, err = capsys.readouterr()
+    answer = json.loads(out)
+    assert (code, err) == (0, "")
+    assert answer["capacity"]["cache_tokens"] == 46592
+    assert {"what", "value", "formula", "source"} == set(answer["explain"][0])
+
+
+def test_tables_are_readable_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "gemma-3-270m", "--explain", "--cache-memory", "1GiB", "--engine", "kvist"]) == 0
+    assert main(["models"]) == 0
+    assert main(["formats"]) == 0
+    out, _ = capsys.readouterr()
+    assert max(map(len, out.splitlines())) <= 80
+    for word in ("18 KiB a token", "33,030,144", "sliding_window_pattern", "users at 8,192 tokens", "int4", "slab"):
+        assert word in out
+
+
+def test_file_names_with_brackets_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_gguf(tmp_path / "a[bold]b.gguf")
+    assert main(["plan", str(path)]) == 0
+    assert "a[bold]b" in capsys.readouterr().out
+
+
+def test_rows_of_formats_and_models(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["formats", "--json"])
+    rows = {row["name"]: row["bytes_per_32"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows == {"f32": 128, "f16": 64, "bf16": 64, "fp8": 32, "int8": 34, "int4": 18}
+    main(["models", "--json"])
+    names = [row["name"] for row in json.loads(capsys.readouterr().out)["rows"]]
+    assert names == ["smollm2-135m", "gemma-3-270m"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("", 2, "COMMAND; see kvist --help"),
+        ("fly", 2, "invalid choice: 'fly'"),
+        ("plan", 2, "MODEL; see kvist plan --help"),
+        ("plan nothing-like-it", 2, "no model 'nothing-like-it'"),
+        ("plan ./nothing", 2, "./nothing: no such file or directory"),
+        ("plan smollm2-135m --memory much", 2, "--memory: 'much' is not a size; write 512MiB"),
+        ("plan smollm2-135m --context 8q", 2, "--context: '8q' is not a token count"),
+        ("plan smollm2-135m --users -3", 2, "--users"),
+        ("plan smollm2-135m --key int3", 2, "key: 'int3' is not a codec; choose one of f32"),
+        ("plan smollm2-135m --memory 1GiB --cache-memory 1GiB", 2, "not allowed with argument --memory"),
+        ("plan smollm2-135m --gpu H100", 2, "plan: unknown argument '--gpu'"),
+        ("plan smollm2-135m --engine vllm", 2, "invalid choice: 'vllm'"),
+        ("plan smollm2-135m --assume kv", 2, "--assume: 'kv' is not KEY=VALUE"),
+        ("plan smollm2-135m --assume kv=1", 2, "assume: 'kv' is no key that is read"),
+        ("plan smollm2-135m --cache-memory 1GiB --users 99", 3, "99 users x 8192 tokens need"),
+        ("plan smollm2-135m --memory 1MiB", 3, "leaves no cache"),
+        ("generate", 2, "generate: 0 words; give [MODEL] PROMPT"),
+        ("generate a b c", 2, "generate: 3 words"),
+        ("generate a b --temperature warm", 2, "--temperature: 'warm' is not a number"),
+        ("serve a --prot 1", 2, "serve: unknown argument '--prot'"),
+        ("serve a --port x", 2, "--port: 'x' is not a whole number"),
+    ],
+)
+def test_errors_are_one_line_and_an_exit_code(
+    words: str, code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("kvist: ")
+    assert err.count("\n") == 1
+    assert says in err
+
+
+def test_overrides_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "smollm2-135m", "--json", "--assume", "num_key_value_heads=9"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["append_bytes_per_token"] == 3 * 23040
+    assert answer["exact"] is False
+    assert answer["assumed"] == [{"key": "num_key_value_heads", "value": 9, "source": "--assume"}]
+
+
+def test_generate_and_serve_get_their_options_by_name() -> None:
+    args = parse(["generate", "m", "--max-tokens", "1k", "a prompt", "--stop", "x", "--stop", "y", "--raw"])
+    assert (args.model, args.prompt, args.max_tokens, args.stop) == ("m", "a prompt", 1024, ["x", "y"])
+    assert (args.chat, args.memory, args.key, args.temperature, args.json) == (False, None, None, None, False)
+    only = parse(["generate", "--memory", "1MiB", "only a prompt", "--chat"])
+    assert (only.model, only.prompt, only.memory, only.chat) == (None, "only a prompt", 2**20, True)
+    serve = parse(["serve", "--max-context", "4k", "--key", "int8"])
+    wanted = {
+        "model",
+        "host",
+        "port",
+        "memory",
+        "key",
+        "value",
+        "dtype",
+        "block",
+        "max_running",
+        "max_context",
+        "api_key",
+    }
+    assert wanted <= set(vars(serve))
+    assert (serve.model, serve.host, serve.port, serve.max_context) == (None, "127.0.0.1", 8000, 4096)
+
+
+def raising(error: BaseException) -> Any:
+    def run(args: Namespace) -> int:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (ZeroDivisionError("one\ntwo"), 1, "kvist: internal error: ZeroDivisionError: one two (KVIST_DEBUG=1 shows"),
+        (
+            ModuleNotFoundError("no", name="torch.nn"),
+            2,
+            "kvist: torch is not installed; this command needs it: pip install",
+        ),
+        (ModuleNotFoundError("no", name="kvist.x"), 1, "kvist: internal error: ModuleNotFoundError"),
+    ],
+)
+def test_what_goes_wrong_inside_is_one_line_too(
+    error: BaseException, code: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("KVIST_DEBUG", raising=False)
+    monkeypatch.setattr(cli, "run_formats", raising(error))
+    assert main(["formats"]) == code
+    err = capsys.readouterr().err
+    assert err.startswith(says)
+    assert err.count("\n") == bool(says)
+
+
+def test_debugging_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("KVIST_DEBUG", "1")
+    assert main(["plan", "nothing-like-it"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def kvist(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvist", *words], capture_output=True, text=True, check=False, **options
+    )
+
+
+def test_as_a_module_and_its_version() -> None:
+    done = kvist("--version")
+    assert (done.returncode, done.stdout.split()[0]) == (0, "kvist")
+
+
+def test_a_reader_that_has_seen_enough_is_not_an_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvist", "formats"], stdout=closed, stderr=subprocess.PIPE, check=False
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_plan_loads_neither_torch_nor_numpy_nor_rich() -> None:
+    code = (
+        "import sys; from kvist.cli import main; main(['plan', 'smollm2-135m', '--json']);"
+        "print([name for name in ('torch', 'numpy', 'rich', 'gguf', 'transformers') if name in sys.modules],"
+        "file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+    assert json.loads(done.stdout)["model"] == "smollm2-135m"
+
+
+def test_importing_kvist_loads_nothing_of_the_engine() -> None:
+    code = "import sys, kvist; print(sorted(name for name in sys.modules if name.startswith('kvist')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['kvist', 'kvist._version']"
+
+
+def test_the_page_of_commands_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    import generate_cli
+
+    if sys.version_info[:2] == (3, 11):
+        # Later versions of argparse lay some lines out otherwise.
+        assert generate_cli.page() == generate_cli.PAGE.read_text(), "run python docs/generate_cli.py"
+    for name, command in generate_cli.commands(cli.build_parser()).items():
+        assert "example:\n  kvist" in command.format_help(), name
