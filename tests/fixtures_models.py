@@ -1,6 +1,6 @@
 """Session fixtures with the real models that PyPI wheels carry; tests skip where they cannot be fetched.
 
-Import them where they are needed: ``from fixtures_models import gemma_path, smollm2_path``.
+Every test may ask for them: ``conftest.py`` imports them.
 """
 
 from pathlib import Path

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures_models import gemma_path, smollm2_path  # noqa: F401
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_level, read, write_directory
@@ -64,7 +63,7 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 
 
 @pytest.fixture(scope="module")
-def smollm2(smollm2_path: Path) -> Tokenizer:  # noqa: F811
+def smollm2(smollm2_path: Path) -> Tokenizer:
     return read(smollm2_path)
 
 
@@ -197,7 +196,7 @@ def test_a_broken_template_is_the_models_fault() -> None:
         ChatTemplate({"default": "\n{% if %}"}, {}, "model").render([USER])
 
 
-def test_a_base_model_says_what_to_use(gemma_path: Path) -> None:  # noqa: F811
+def test_a_base_model_says_what_to_use(gemma_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"has no chat template; send one prompt to /v1/completions"):
         read(gemma_path).chat([USER])
 

