@@ -1,0 +1,178 @@
+"""The engine against transformers, in float32, on two real models.
+
+Greedy tokens are checked by teacher forcing: transformers reads prompt and answer in one pass, and its likeliest token at
+every position must be the one that the engine chose there. By induction that is the answer that greedy generation gives.
+"""
+
+import gzip
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvist.engine.engine import Engine
+from kvist.scheduler import Batch
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = 64
+RELATIVE = 1e-4
+TEXT = Path(__file__).resolve().parents[2] / "shared/data/text/shakespeare_plays.txt.gz"
+
+QUESTIONS = [
+    "The capital of France is",
+    "Once upon a time, in a village by the sea,",
+    "def fibonacci(n):\n    ",
+    "Water boils at",
+    "1, 1, 2, 3, 5, 8,",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "The three laws of thermodynamics are:",
+    "To make pancakes you need",
+    "Q: What is the largest planet?\nA:",
+    "import numpy as np\n\n",
+    "Die Hauptstadt von Deutschland ist",
+    "She opened the letter and read:",
+    "The quick brown fox",
+    "In 1969, humans first",
+    "A list of colours: red,",
+    "The cat sat on the mat because",
+    "SELECT name FROM users WHERE",
+    "Shall I compare thee to a summer's day?",
+    "It was the best of times,",
+    "An apple a day",
+]
+
+
+@dataclass
+class Subject:
+    """A model under test: its file, transformers' reading of it, and prompts with the answers that are known right."""
+
+    path: Path
+    oracle: Any
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    logits: list[torch.Tensor]
+
+    def engine(self, **settings: Any) -> Engine:
+        return Engine(self.path, dtype="f32", **{"memory": "384MiB", "prefix_cache": False, **settings})
+
+
+def watch(engine: Engine) -> dict[str, list[torch.Tensor]]:
+    """Record the logits that the engine samples from, by request."""
+    rows: dict[str, list[torch.Tensor]] = {}
+    run = engine.runner.run
+
+    def recorded(batch: Batch) -> torch.Tensor:
+        logits = run(batch)
+        sampling = [chunk for chunk in batch.chunks if chunk.samples]
+        for chunk, row in zip(sampling, logits, strict=True):
+            rows.setdefault(chunk.request.id, []).append(row.clone())
+        return logits
+
+    engine.runner.run = recorded  # type: ignore[method-assign]
+    return rows
+
+
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def forced_logits(oracle: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """What transformers thinks at each position of the answer: float32 ``[len(answer), vocab]``."""
+    with torch.inference_mode():
+        ids = torch.tensor([prompt + answer[:-1]])
+        return oracle(ids, logits_to_keep=len(answer)).logits[0].float()
+
+
+def english(tokenizer: Any, start: int, tokens: int) -> list[int]:
+    """A piece of Shakespeare, where the data is there, else text made from the questions."""
+    if TEXT.exists():
+        with gzip.open(TEXT, "rt", encoding="utf-8") as file:
+            text = file.read(start + tokens * 8)[start:]
+    else:
+        text = " ".join(f"{index} {question}" for index in range(start, start + 200) for question in QUESTIONS)
+    return tokenizer.encode(text)[:tokens]
+
+
+@pytest.fixture(scope="module", params=["smollm2-135m", "gemma-3-270m"])
+def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    """Twenty prompts of mixed lengths with answers of 64 tokens from a batch, each verified by transformers."""
+    path = request.getfixturevalue("smollm2_path" if request.param == "smollm2-135m" else "gemma_path")
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent,
+        gguf_file=path.name,
+        dtype=torch.float32,
+        quantization_config=transformers.GgufConfig(dequantize=True),
+    ).eval()
+    engine = Engine(path, dtype="f32", memory="384MiB", max_running=16)
+    prompts = [engine.tokenizer.encode(question) for question in QUESTIONS]
+    for index in range(0, 20, 4):
+        prompts[index] = english(engine.tokenizer, 4000 * index, 60 + 17 * index) + prompts[index][-3:]
+    seen = watch(engine)
+    answers = [a.tokens for a in engine.generate(prompts, max_tokens=TOKENS, temperature=0, ignore_eos=True)]
+    logits = [torch.stack(rows) for _, rows in sorted(seen.items(), key=lambda item: int(item[0].split("-")[1]))]
+    yield Subject(path, oracle, prompts, answers, logits)
+
+
+def generate(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    answers = engine.generate(prompts, max_tokens=TOKENS, temperature=0, ignore_eos=True)
+    for answer in answers:
+        assert answer.account["allocated_bytes"] == answer.account["planned_bytes"]
+    return [answer.tokens for answer in answers]
+
+
+def test_a_batch_of_mixed_lengths_is_what_transformers_says(subject: Subject) -> None:
+    """Sixteen of twenty at once, prefilling and decoding side by side; logits and greedy tokens."""
+    for prompt, answer, logits in zip(subject.prompts, subject.answers, subject.logits, strict=True):
+        theirs = forced_logits(subject.oracle, prompt, answer)
+        assert len(answer) == TOKENS
+        assert theirs.argmax(-1).tolist() == answer
+        assert relative_error(logits, theirs) < RELATIVE
+
+
+def test_alone(subject: Subject) -> None:
+    engine = subject.engine()
+    assert [generate(engine, [prompt])[0] for prompt in subject.prompts] == subject.answers
+
+
+def test_prefill_cut_in_chunks(subject: Subject) -> None:
+    engine = subject.engine(max_batch_tokens=37, max_running=5)
+    assert generate(engine, subject.prompts) == subject.answers
+
+
+def test_warm_equals_cold(subject: Subject) -> None:
+    """The second time every prompt comes from the prefix tree, whole blocks of it, and that is asserted."""
+    engine = subject.engine(prefix_cache=True, memory="768MiB")
+    generate(engine, subject.prompts)
+    warm = engine.generate(subject.prompts, max_tokens=TOKENS, temperature=0, ignore_eos=True)
+    for prompt, answer in zip(subject.prompts, warm, strict=True):
+        assert answer.account["prefix_hit_tokens"] == (len(prompt) - 1) // 16 * 16
+    assert [answer.tokens for answer in warm] == subject.answers
+
+
+def test_after_preemption(subject: Subject) -> None:
+    """So little memory that requests must give their blocks back and be computed again."""
+    longest = max(map(len, subject.prompts)) + TOKENS
+    per_token = subject.engine(memory="64MiB").spec.append_bytes_per_token(subject.engine(memory="64MiB").format)
+    engine = subject.engine(memory=(longest + 200) * per_token, max_batch_tokens=128)
+    assert generate(engine, subject.prompts) == subject.answers
+    assert engine.scheduler.counters.preempted > 0
+
+
+def test_past_every_window(subject: Subject) -> None:
+    """Prompts of 1,500 tokens: alone, in chunks, and warm from a prefix."""
+    engine = subject.engine(max_batch_tokens=600, prefix_cache=True)
+    text = english(engine.tokenizer, 30_000, 1_500)
+    other = text[:1_200] + english(engine.tokenizer, 60_000, 300)
+    seen = watch(engine)
+    answers = generate(engine, [text])
+    answers += generate(engine, [other])
+    assert engine.scheduler.counters.hit_tokens == 1_200 // 16 * 16
+    for prompt, answer, rows in zip([text, other], answers, seen.values(), strict=True):
+        theirs = forced_logits(subject.oracle, prompt, answer)
+        assert theirs.argmax(-1).tolist() == answer
+        assert relative_error(torch.stack(rows), theirs) < RELATIVE
+    assert generate(subject.engine(), [other, text]) == answers[::-1]
