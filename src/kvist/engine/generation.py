@@ -35,7 +35,7 @@ class Generation:
         self.started: float | None = None
         self._params = params
         self._eos_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
-        self._detokenizer = tokenizer.stream()
+        self._detokenizer = tokenizer.stream(continues=True)
         self._stops = StopMatcher(params.stop)
         self._submitted = time.perf_counter()
         self._first_token: float | None = None
