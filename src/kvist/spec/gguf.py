@@ -45,10 +45,11 @@ _VERSIONS = (2, 3)
 
 # Far above what any published file has; a header that claims more is not worth minutes of walking.
 _MAX_KEYS = 2**16
-_MAX_TENSORS = 2**18
+_MAX_TENSORS = 2**16
 _MAX_STRINGS = 2**22
 _MAX_DIMENSIONS = 4
 _MAX_NAME = 2**16
+_MAX_TEXT = 2**26
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -187,6 +188,7 @@ class _Walk:
         self.name = name
         self.end = len(buffer)
         self.at = 0
+        self.text_left = _MAX_TEXT
 
     def header(self, source: Path | bytes, *, size: int | None) -> GGUFHeader:
         if self.take(4, "the magic") != b"GGUF":
@@ -311,6 +313,9 @@ class _Walk:
         length = self.u64(what)
         if limit is not None and length > limit:
             raise BadFile(f"{self.name}: {what} at byte {self.at} claims {length} bytes; at most {limit}")
+        self.text_left -= length
+        if self.text_left < 0 and length <= self.end - self.at:
+            raise BadFile(f"{self.name}: {what} at byte {self.at}: more than {_MAX_TEXT} bytes of text in the metadata")
         try:
             return self.take(length, what).decode()
         except UnicodeDecodeError as error:
