@@ -1,0 +1,104 @@
+"""Made-up paged caches: sequences with random keys and values in a poisoned arena."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvist.cache.arena import ArenaLayout
+from kvist.cache.groups import Group
+from kvist.kernels.attention import Span
+from kvist.kernels.reference import attend, read_sequence, read_vector
+from kvist.spec.formats import CacheFormat
+from kvist.spec.layers import Attention
+from kvist.store.layouts import PagedKV, Scratch
+
+
+def group_of(
+    *, kv_heads=2, dim=16, window=None, layers=2, block_tokens=4, key="f32", value="f32", name="full", first_layer=0
+) -> Group:
+    return Group(
+        name=name,
+        layer=Attention(kv_heads=kv_heads, key_dim=dim, value_dim=dim, window=window),
+        layers=tuple(range(first_layer, first_layer + layers)),
+        block_tokens=block_tokens,
+        format=CacheFormat(key=key, value=value),
+    )
+
+
+def poisoned_arena(layout: ArenaLayout, group: Group) -> torch.Tensor:
+    """What no token has written holds large numbers, or, where the codecs differ, bytes that read as NaN."""
+    arena = torch.empty(layout.total_bytes, dtype=torch.uint8)
+    if group.format.key != group.format.value:
+        return arena.fill_(255)
+    arena.view({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[group.format.key]).fill_(1e4)
+    return arena
+
+
+@dataclass
+class Scene:
+    """A cache of one group, with the sequences of a step in it."""
+
+    group: Group
+    layout: ArenaLayout
+    arena: torch.Tensor
+    store: PagedKV
+    spans: list[Span]
+
+    def expected(self, slot: int, q: torch.Tensor, scale: float, softcap: float | None = None) -> torch.Tensor:
+        """The oracle's answer to ``[tokens, repeats, kv_heads, dim]``, read from the arena."""
+        rows, row = [], 0
+        for span in self.spans:
+            keys, values = read_sequence(
+                self.arena, self.group, self.layout, 0, layer=slot, table=span.table, length=span.start + span.count
+            )
+            heads = q[row : row + span.count].double().transpose(1, 2).flatten(1, 2)
+            out = attend(
+                heads, keys, values, start=span.start, scale=scale, window=self.group.layer.window, softcap=softcap
+            )
+            rows.append(out.unflatten(1, (keys.shape[0], -1)).transpose(1, 2).flatten(1))
+            row += span.count
+        return torch.cat(rows)
+
+
+def make_scene(
+    group: Group, parts: list[tuple[int, int]], *, seed: int = 0, shared: list[tuple[int, int]] | None = None
+) -> Scene:
+    """Lay sequences out.
+
+    Args:
+        parts: ``(start, count)`` a sequence.
+        shared: ``(leader, blocks)`` a sequence: its first blocks are those of an earlier one; ``(i, 0)`` for none.
+    """
+    rng = np.random.default_rng(seed)
+    size = group.block_tokens
+    needed = [-(-(start + count) // size) for start, count in parts]
+    layout = ArenaLayout.of([group], (sum(needed) + 5) * group.block_bytes * 2)
+    arena = poisoned_arena(layout, group)
+    free = rng.permutation(layout.total_blocks(0)).tolist()
+    spans: list[Span] = []
+    whole: list[np.ndarray] = []
+    generator = torch.Generator().manual_seed(seed)
+    for index, (start, count) in enumerate(parts):
+        leader, blocks = shared[index] if shared else (index, 0)
+        table = np.array([free.pop() for _ in range(needed[index])], np.int64)
+        blocks = min(blocks, start // size)
+        if leader < index:
+            blocks = min(blocks, spans[leader].start // size)
+            table[:blocks] = whole[leader][:blocks]
+        else:
+            blocks = 0
+        dead = group.first_live_block(start)
+        for position in range(blocks * size, start):
+            for layer in range(len(group.layers)):
+                for head in range(group.layer.kv_heads):
+                    for vector in read_vector(
+                        arena, group, layout, 0,
+                        layer=layer, head=head, block=int(table[position // size]), slot=position % size,
+                    ):  # fmt: skip
+                        vector.copy_(torch.randn(vector.shape, generator=generator))
+        whole.append(table.copy())
+        if group.layer.window is not None:
+            table[:dead] = -1
+        spans.append(Span(table=table, start=start, count=count))
+    return Scene(group, layout, arena, PagedKV(arena, group, layout, 0, Scratch()), spans)

@@ -1,0 +1,134 @@
+"""The engine's attention against the reference, which reads the arena byte by byte."""
+
+import numpy as np
+import pytest
+import torch
+from fixtures_attention import group_of, make_scene
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvist.errors import InputError
+from kvist.kernels.attention import AttentionPlan, Scores
+from kvist.kernels.sharing import shared_runs, sharing_order
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 0.03}
+
+
+def check(scene, *, dtype=torch.float32, repeats=3, softcap=None, seed=0):
+    """Run every layer and hold it against the oracle."""
+    group = scene.group
+    tokens = sum(span.count for span in scene.spans)
+    scores = Scores(scale=group.layer.key_dim**-0.5, softcap=softcap)
+    plan = AttentionPlan(scene.store, scene.spans, scores, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    heads, dim = group.layer.kv_heads, group.layer.key_dim
+    for slot in range(len(group.layers)):
+        # As the fused projection gives them: slices of wider rows.
+        projected = torch.randn(tokens, (repeats + 2) * heads, dim, generator=generator).to(dtype)
+        q = projected[:, : repeats * heads].view(tokens, repeats, heads, dim)
+        out = plan.attend(slot, q, projected[:, repeats * heads :])
+        assert out.shape == (tokens, repeats * heads * dim)
+        expected = scene.expected(slot, q, scores.scale, softcap)
+        assert (out.double() - expected).abs().max() < TOLERANCE[dtype] * max(1, expected.abs().max())
+    return plan
+
+
+parts = st.lists(
+    st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 1, 2, 5, 13, 40])), min_size=1, max_size=5
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    parts=parts,
+    leaders=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20)), min_size=5, max_size=5),
+    window=st.sampled_from([None, None, 3, 8, 17]),
+    heads=st.sampled_from([(1, 4), (2, 3), (3, 1)]),
+    codecs=st.sampled_from([("f32", "f32"), ("bf16", "bf16"), ("f32", "bf16"), ("f16", "f32")]),
+    block_tokens=st.sampled_from([4, 16]),
+    seed=st.integers(0, 100),
+)
+def test_any_step_equals_the_reference(parts, leaders, window, heads, codecs, block_tokens, seed):
+    group = group_of(
+        kv_heads=heads[0], window=window, block_tokens=block_tokens, key=codecs[0], value=codecs[1], layers=2
+    )
+    check(make_scene(group, parts, seed=seed, shared=leaders[: len(parts)]), repeats=heads[1], seed=seed)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_float64_and_soft_caps(window):
+    group = group_of(window=window)
+    parts = [(0, 7), (20, 1), (33, 5), (11, 1)]
+    check(make_scene(group, parts), softcap=2.0, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_bf16_stays_close(window):
+    group = group_of(window=window, key="bf16", value="bf16", dim=64, block_tokens=16)
+    check(make_scene(group, [(50, 20), (64, 1), (17, 1), (0, 33)], shared=[(0, 0), (0, 3), (0, 1), (3, 0)]), dtype=torch.bfloat16)
+
+
+def test_a_shared_run_is_attended_once():
+    group = group_of(block_tokens=4)
+    parts = [(90, 1), (88, 1), (85, 6), (30, 1), (81, 1)]
+    scene = make_scene(group, parts, shared=[(0, 0), (0, 20), (0, 20), (3, 0), (0, 10)])
+    order = sharing_order([span.table for span in scene.spans])
+    scene.spans = [scene.spans[index] for index in order]
+    plan = check(scene)
+    shared = [dense for dense in plan.others if dense.rows.stop - dense.rows.start > 6]
+    # Ten blocks for all four, ten more for three of them.
+    assert sorted(dense.tokens for dense in shared) == [40, 40]
+
+
+def test_blocks_written_in_the_same_step_are_read():
+    """A chunk may begin behind blocks that another chunk of the step fills."""
+    group = group_of(block_tokens=4)
+    scene = make_scene(group, [(0, 16), (16, 5)])
+    scene.spans[1].table[:4] = scene.spans[0].table[:4]
+    check(scene)
+
+
+def test_long_windows_are_exact():
+    group = group_of(window=40, block_tokens=16, kv_heads=1, dim=8, layers=1)
+    plan = check(make_scene(group, [(600, 300), (650, 1), (39, 2), (0, 290)]), repeats=2)
+    # The work of a band does not grow with what lies before it.
+    band = plan.first[0]
+    assert band.where.shape[1] == 3
+    assert max(tile.high - tile.low for tile in band.tiles) <= 256 + 39
+
+
+def test_decodes_of_many_lengths_make_few_buckets():
+    group = group_of(kv_heads=1, dim=8, layers=1, block_tokens=4)
+    plan = check(make_scene(group, [(length, 1) for length in [*range(1, 60, 3), 150, 151]]))
+    assert len(plan.first) <= 4
+
+
+def test_shared_runs_are_found_at_every_level():
+    tables = [
+        np.array(blocks)
+        for blocks in (
+            [*range(40), 90, 91],
+            [*range(40), 95, 96],
+            [*range(20), *range(50, 80)],
+            [*range(20), *range(50, 80), 81],
+            [7, 8, 9],
+        )
+    ]
+    runs = {(r.first_span, r.end_span, r.first_block, r.end_block) for r in shared_runs(tables, [40, 40, 50, 50, 3])}
+    assert runs == {(0, 4, 0, 20), (0, 2, 20, 40), (2, 4, 20, 50)}
+    assert shared_runs(tables[:1], [40]) == []
+    assert shared_runs(tables, [0] * 5) == []
+
+
+def test_sharing_order_puts_equal_beginnings_together():
+    tables = [np.array(t, np.int64) for t in ([1, 2, 3], [9, 9], [1, 2, 4], [9, 8], [1, 2, 3, 7])]
+    order = sharing_order(tables)
+    firsts = [int(tables[index][0]) for index in order]
+    assert firsts in ([1, 1, 1, 9, 9], [9, 9, 1, 1, 1])
+
+
+def test_a_codec_that_is_not_stored_is_named():
+    group = group_of(dim=32, key="int8")
+    with pytest.raises(InputError, match="int8") as caught:
+        make_scene(group, [(0, 1)])
+    assert caught.value.key == "key"
