@@ -259,6 +259,8 @@ def test_an_engine_that_died() -> None:
             served.client.completions.create(model=served.model, prompt="!die")
         assert caught.value.code == "engine_failure"
         assert served.call("GET", "/cache")[0] == 200
+        status, answer, _ = served.call("GET", "/health")
+        assert (status, answer["status"]) == (503, "failed")
 
 
 def test_api_key() -> None:

@@ -17,6 +17,8 @@ import pytest
 from fake_engine import FakeLoop
 from server_checks import CHAT, HELLO
 
+from kvist.server.run import bind
+
 FAKE = Path(__file__).with_name("fake_engine.py")
 
 
@@ -88,3 +90,15 @@ def test_an_idle_server_ends_at_once() -> None:
         kept_alive.getresponse().read()
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
+
+
+def test_a_port_that_is_taken_is_said_at_once() -> None:
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-W", "error", "-m", "kvist", "serve", "--port", str(port)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    expected = f"kvist: --port {port} on 127.0.0.1: Address already in use; choose another with --port\n"
+    assert ended.stderr == expected

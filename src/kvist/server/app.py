@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvist.errors import KvistError
+from kvist.errors import EngineFailure, KvistError
 from kvist.server.backend import Backend
 from kvist.server.errors import HTTP_CODES, ApiError, from_kvist
 from kvist.server.exchange import Bridge
@@ -80,10 +80,11 @@ class Gate:
 
 
 class ServerState:
-    """Whether the server is going down, and how many requests it still answers."""
+    """Whether the server is going down or its engine has, and how many requests it still answers."""
 
     def __init__(self) -> None:
         self.draining = False
+        self.failure: str | None = None
         self.active = 0
         self.changed = asyncio.Event()
 
@@ -108,6 +109,8 @@ def create_app(loop: Backend, *, api_key: str | None = None) -> FastAPI:
     async def health() -> Response:
         if state.draining:
             return JSONResponse({"status": "draining"}, 503)
+        if state.failure:
+            return JSONResponse({"status": "failed", "reason": state.failure}, 503)
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
@@ -130,6 +133,9 @@ def create_app(loop: Backend, *, api_key: str | None = None) -> FastAPI:
 
     @app.exception_handler(KvistError)
     async def kvist_error(_: Request, error: KvistError) -> Response:
+        if isinstance(error, EngineFailure):
+            # A request was refused because the engine has stopped for good; whoever supervises us should know.
+            state.failure = str(error)
         return from_kvist(error).response()
 
     @app.exception_handler(HTTPException)
