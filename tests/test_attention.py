@@ -33,9 +33,7 @@ def check(scene, *, dtype=torch.float32, repeats=3, softcap=None, seed=0):
     return plan
 
 
-parts = st.lists(
-    st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 1, 2, 5, 13, 40])), min_size=1, max_size=5
-)
+parts = st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 1, 2, 5, 13, 40])), min_size=1, max_size=5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -65,7 +63,10 @@ def test_float64_and_soft_caps(window):
 @pytest.mark.parametrize("window", [None, 24])
 def test_bf16_stays_close(window):
     group = group_of(window=window, key="bf16", value="bf16", dim=64, block_tokens=16)
-    check(make_scene(group, [(50, 20), (64, 1), (17, 1), (0, 33)], shared=[(0, 0), (0, 3), (0, 1), (3, 0)]), dtype=torch.bfloat16)
+    check(
+        make_scene(group, [(50, 20), (64, 1), (17, 1), (0, 33)], shared=[(0, 0), (0, 3), (0, 1), (3, 0)]),
+        dtype=torch.bfloat16,
+    )
 
 
 def test_a_shared_run_is_attended_once():
