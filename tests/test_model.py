@@ -32,12 +32,22 @@ LLAMA3 = {
     "original_max_position_embeddings": 128,
 }  # fmt: skip
 FAMILIES = {
-    "smollm2": ("Llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144, "head_dim": 64, "tie_word_embeddings": True}),
-    "llama-3": ("Llama", {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "rope_parameters": LLAMA3}),
+    "smollm2": (
+        "Llama",
+        {
+            "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144, "head_dim": 64,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama-3": (
+        "Llama",
+        {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "rope_parameters": LLAMA3},
+    ),
     "llama-linear-biases": (
         "Llama",
         {
-            "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "attention_bias": True, "mlp_bias": True,
+            "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32,
+            "attention_bias": True, "mlp_bias": True,
             "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
         },
     ),
