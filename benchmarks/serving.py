@@ -199,7 +199,12 @@ def run(engine: Engine, works: list[Work], threads: int, timeout: float) -> Iter
             after = usage(worker.pid)
             own, machine = after[0] - before[0], after[1] - before[1]
             others = max(0.0, machine - own) / machine if machine else 0.0
-            yield {**json.loads(line), "peak_bytes": after[2], "others_cpu_ratio": others}
+            yield {
+                **json.loads(line),
+                "cpu_seconds": own,
+                "peak_bytes": after[2],
+                "others_cpu_ratio": others,
+            }
             before = after
         if worker.wait() != 0:
             log.seek(0)
@@ -216,6 +221,7 @@ def measure(outcome: dict[str, Any], shape: Shape) -> dict[str, float]:
         "decode": decoded / (outcome["total"] - prefill),
         "total": outcome["total"],
         "tokens_per_second": shape.streams * (shape.shared + shape.own + shape.out) / outcome["total"],
+        "cpu_seconds": outcome["cpu_seconds"],
         "peak_bytes": outcome["peak_bytes"],
         "others_cpu_ratio": outcome["others_cpu_ratio"],
     }

@@ -4,8 +4,9 @@ Does what its server does: prompts fill batches of 2,048 tokens in order of arri
 together; a shared prefix is computed once and lent to the others with `llama_memory_seq_cp`. Each work gets a
 context of just its size, made before the clock starts.
 
-Options: `key` and `value` name the cache's types, `unified` keeps all sequences in one buffer rather than one
-each, `flash` turns flash attention on (a quantised value cache needs it).
+Options: `key` and `value` name the cache's types; `unified` keeps all sequences in one buffer rather than one
+each (by default where they share a prefix: apart from that, one each is faster); `flash` turns flash attention
+off, which is slower and excludes a quantised value cache.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ def load(job: Job) -> Run:
     ll.llama_backend_init()
     model = ll.llama_model_load_from_file(job.models["gguf"].encode(), ll.llama_model_default_params())
     words = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(model))
-    unified = job.options.get("unified", True)
     batch = ll.llama_batch_init(BATCH, 0, 1)
 
     def make_context(work: Work) -> int:
         streams = len(work.prompts)
+        unified = job.options.get("unified", bool(work.shared))
         longest = max(map(len, work.prompts)) + work.out
         private = sum(len(prompt) - work.shared + work.out for prompt in work.prompts)
         params = ll.llama_context_default_params()

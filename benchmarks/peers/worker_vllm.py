@@ -1,6 +1,6 @@
 """vLLM's CPU build in bf16: compiled, prefix caching on, its engine core in a process of its own.
 
-Options: `cache_gib` sizes the cache, `arguments` go to `vllm.LLM`.
+Options: `cache_gib` sizes the cache, `bind` is vLLM's own setting of the cores, `arguments` go to `vllm.LLM`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def load(job: Job) -> Run:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": str(job.options.get("cache_gib", 2)),
         # Left to itself vLLM keeps a core free of its threads: half of a machine with two.
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_CPU_OMP_THREADS_BIND": job.options.get("bind", ",".join(map(str, cores))),
     }
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
