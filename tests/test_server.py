@@ -13,7 +13,7 @@ import pytest
 from fake_engine import SENTENCE, FakeLoop
 from server_checks import CHAT, CHECKS, HELLO, TEXT, Served, metric_samples, serving, wait_until
 
-from kvist.errors import InputError
+from kvist.errors import InputError, UnsupportedModel
 from kvist.server.openai import MAX_BODY_BYTES
 from kvist.server.run import bind
 from kvist.server.schemas import NO_EFFECT
@@ -261,6 +261,19 @@ def test_an_engine_that_died() -> None:
         assert served.call("GET", "/cache")[0] == 200
         status, answer, _ = served.call("GET", "/health")
         assert (status, answer["status"]) == (503, "failed")
+
+
+def test_a_model_without_a_chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> list[int]:
+        raise UnsupportedModel("messages: fake-1m has no chat template", key="messages")
+
+    loop = FakeLoop()
+    monkeypatch.setattr(loop.tokenizer, "chat", refuse)
+    loop.start()
+    with serving(loop) as served:
+        status, error = served.error(CHAT, served.chat())
+        assert (status, error["code"], error["param"]) == (400, "unsupported_model", "messages")
+        assert served.client.completions.create(model=served.model, prompt="x").choices
 
 
 def test_api_key() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from kvist.errors import DoesNotFit, EngineFailure, InputError, KvistError, UnknownModel
+from kvist.errors import DoesNotFit, EngineFailure, InputError, KvistError, UnknownModel, UnsupportedModel
 
 
 class ApiError(Exception):
@@ -43,6 +43,7 @@ class ApiError(Exception):
 
 STATUS: Mapping[type[KvistError], tuple[int, str | None]] = {
     UnknownModel: (404, "model_not_found"),
+    UnsupportedModel: (400, "unsupported_model"),
     InputError: (400, "invalid_value"),
     DoesNotFit: (400, "does_not_fit"),
     EngineFailure: (500, "engine_failure"),
