@@ -126,6 +126,16 @@ def test_without_max_tokens_a_request_may_fill_the_cache_but_no_more() -> None:
     assert made.counters.preempted == 0
 
 
+def test_a_prompts_chunk_shrinks_to_what_windows_leave_room_for() -> None:
+    """The whole prompt in one chunk would need ten window blocks; the arena has seven."""
+    made = scheduler(7, (WINDOW,), max_batch_tokens=2048)
+    made.add("a", range(160), 4)
+    assert [chunk.count for chunk in go(made).chunks] == [40]
+    while made.has_work():
+        assert go(made).chunks
+    assert made.counters.preempted == 0
+
+
 @pytest.mark.parametrize("key", ["max_running", "max_batch_tokens", "max_context"])
 def test_limits_are_checked(key: str) -> None:
     with pytest.raises(InputError, match=f"{key}: 0 is too small"):

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from kvist.cache.manager import CacheManager, Sequence
+from kvist.cache.manager import CacheManager, Reservation, Sequence
 from kvist.cache.prefix import PrefixKey
 from kvist.errors import DoesNotFit, InputError
 from kvist.planning.capacity import allocated_bytes
@@ -124,7 +124,12 @@ class Scheduler:
 
     def longest(self) -> int:
         """Longest sequence that a request may reach: the context, or what the cache holds of one sequence."""
-        return min(self.limits.max_context, self.manager.longest(self.limits.max_batch_tokens))
+        return self.manager.longest(self._least_chunk, self.limits.max_context)
+
+    @property
+    def _least_chunk(self) -> int:
+        """Tokens to which a prompt's chunk may shrink where windows leave no room for more in flight."""
+        return min(self.limits.max_batch_tokens, self.manager.block_tokens)
 
     def add(
         self,
@@ -172,7 +177,7 @@ class Scheduler:
 
     def _refuse(self, prompt: int, stored: int) -> None:
         layout = self.manager.layout
-        chunk = self.limits.max_batch_tokens
+        chunk = self._least_chunk
         terms = " + ".join(
             f"{group.peak_blocks(stored, chunk)} blocks x {format_size(group.block_bytes)} ({group.name})"
             for group in self.manager.groups
@@ -181,7 +186,7 @@ class Scheduler:
         raise DoesNotFit(
             f"memory: {prompt} prompt tokens and {stored + 1 - prompt} to generate store {stored} tokens at most: "
             f"{terms} = {format_size(slabs * layout.slab_bytes)}, and the cache has {format_size(layout.total_bytes)}; "
-            f"it holds {self.manager.longest(chunk)} tokens of one sequence"
+            f"it holds {self.longest()} tokens of one sequence"
         )
 
     def has_work(self) -> bool:
@@ -196,27 +201,38 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget:
             request = self.running[index]
-            reservation = self.manager.reserve(request.sequence, budget)
+            reservation = self._reserve(request, budget)
             if not reservation.granted:
                 victim = self.running.pop()
                 self._preempt(victim)
                 preempted.append(victim)
-                if not self.running:
-                    # Alone, and its slabs are too scattered among cached blocks: it fits when it starts afresh.
-                    self.manager.clear()
                 continue
             budget -= self._schedule(chunks, request, reservation.limit)
             index += 1
         # Who just had to go would be the first to come back, and go again.
         while self.waiting and budget and not preempted and len(self.running) < self.limits.max_running:
             request = self.waiting[0]
-            reservation = self.manager.reserve(request.sequence, budget, admit_chunk=self.limits.max_batch_tokens)
+            reservation = self._reserve(request, budget, admit=True)
+            if not reservation.granted and not self.running:
+                # Alone, and cached blocks are scattered over the slabs: it fits when it starts afresh.
+                self.manager.clear()
+                reservation = self._reserve(request, budget, admit=True)
             if not reservation.granted:
                 break
             self.running.append(self.waiting.popleft())
             self._count_hit(request, reservation.hit_tokens)
             budget -= self._schedule(chunks, request, reservation.limit)
         return Batch(chunks, preempted)
+
+    def _reserve(self, request: Request, budget: int, *, admit: bool = False) -> Reservation:
+        """Room for a chunk of ``budget`` tokens, or for as large a part of it as memory allows."""
+        sequence = request.sequence
+        chunk = min(budget, sequence.size - sequence.length)
+        while True:
+            reservation = self.manager.reserve(sequence, chunk, admit_chunk=chunk if admit else None)
+            if reservation.granted or chunk <= self._least_chunk:
+                return reservation
+            chunk = max(self._least_chunk, chunk // 2)
 
     def _schedule(self, chunks: list[Chunk], request: Request, limit: int) -> int:
         sequence = request.sequence

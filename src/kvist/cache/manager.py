@@ -23,7 +23,8 @@ import numpy.typing as npt
 
 from kvist.cache.arena import Arena, ArenaLayout, Ids
 from kvist.cache.groups import Group
-from kvist.cache.prefix import Match, Node, PrefixKey, PrefixTree
+from kvist.cache.prefix import Match, PrefixKey, PrefixTree
+from kvist.cache.reclaim import Node
 from kvist.cache.snapshot import snapshot
 
 _NO_BLOCKS = np.empty(0, np.int64)
@@ -312,11 +313,9 @@ class CacheManager:
         """Slabs that a lone sequence of ``length`` tokens needs when ``chunk`` tokens are in flight."""
         return self.layout.slabs_for([group.peak_blocks(length, chunk) for group in self.groups])
 
-    def longest(self, chunk: int) -> int:
-        """Longest sequence, in tokens, that would fit alone."""
-        low, high = 0, self.layout.num_slabs * max(self.layout.blocks_per_slab) * self.block_tokens
-        if self.slabs_needed(high, chunk) <= self.layout.num_slabs:
-            return high
+    def longest(self, chunk: int, limit: int) -> int:
+        """Longest sequence, in tokens and up to ``limit``, that would fit alone with ``chunk`` tokens in flight."""
+        low, high = 0, limit + 1
         while high - low > 1:
             middle = (low + high) // 2
             if self.slabs_needed(middle, chunk) <= self.layout.num_slabs:

@@ -11,19 +11,15 @@ Blocks of a window group may be missing inside a node (-1): they were reclaimed 
 before a reuse point is ever read again.
 """
 
-import heapq
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
-import numpy.typing as npt
 
 from kvist.cache.arena import Arena, Ids
 from kvist.cache.groups import Group
-
-Tokens = npt.NDArray[np.int32]
+from kvist.cache.reclaim import Node, ReclaimQueue, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,45 +39,6 @@ class PrefixKey:
     cartridge: str = ""
     adapter: str = ""
     salt: str = ""
-
-
-class Node:
-    """A run of whole blocks of tokens that follows its parent's.
-
-    Attributes:
-        tokens: int32 ``[blocks x block_tokens]``.
-        blocks: per group, int64 ``[blocks]``; -1 where a window group's block was reclaimed.
-        end: tokens from the root to the end of this run.
-        users: sequences whose prefix ends in this node or below it.
-        last_used: the tree's clock when a sequence last let go of it; the order of reclaim.
-        sealed: its blocks have been computed; a node is unsealed while the step that computes it is under way.
-        stale: listed as having window blocks that may have fallen out of every window.
-    """
-
-    __slots__ = (
-        "blocks",
-        "children",
-        "end",
-        "id",
-        "last_used",
-        "parent",
-        "sealed",
-        "stale",
-        "tokens",
-        "users",
-    )
-
-    def __init__(self, node_id: int, parent: "Node | None", tokens: Tokens, blocks: list[Ids], end: int) -> None:
-        self.id = node_id
-        self.parent = parent
-        self.tokens = tokens
-        self.blocks = blocks
-        self.end = end
-        self.children: dict[bytes, Node] = {}
-        self.users = 0
-        self.last_used = 0
-        self.sealed = False
-        self.stale = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,11 +67,8 @@ class PrefixTree:
         self._roots: dict[PrefixKey, Node] = {}
         self._root_keys: dict[int, PrefixKey] = {}
         self._ids = count()
-        self._offers = count()
-        self._node_count = 0
         self._clock = 0
-        self._idle_leaves: list[tuple[int, int, Node]] = []
-        self._stale: deque[Node] = deque()
+        self._queue = ReclaimQueue()
         self.tokens = 0
 
     # -- find -----------------------------------------------------------------------------------------------
@@ -201,12 +155,8 @@ class PrefixTree:
             node = node.parent
 
     def mark_stale(self, node: Node | None) -> None:
-        """Window blocks on the way to ``node`` have lost a user: they are the first to be reclaimed."""
-        while node is not None and node.parent is not None:
-            if not node.stale:
-                node.stale = True
-                self._stale.append(node)
-            node = node.parent
+        """A window has given back blocks on the way to ``node``."""
+        self._queue.mark_stale(node)
 
     # -- store ----------------------------------------------------------------------------------------------
 
@@ -258,7 +208,6 @@ class PrefixTree:
         return root
 
     def _new(self, parent: Node, tokens: Tokens, blocks: list[Ids], end: int) -> Node:
-        self._node_count += 1
         return Node(next(self._ids), parent, tokens, blocks, end)
 
     def _adopt(self, node: Node, tables: Sequence[Ids]) -> None:
@@ -296,7 +245,7 @@ class PrefixTree:
         node.parent = upper
         upper.children[self._edge(node)] = node
         if node.stale:
-            self.mark_stale(upper)
+            self._queue.mark_stale(upper)
         return upper
 
     def _edge(self, node: Node) -> bytes:
@@ -325,27 +274,21 @@ class PrefixTree:
         return self._reclaim_stale() or self._reclaim_leaf(wanted) or self._reclaim_idle_windows()
 
     def _reclaim_stale(self) -> bool:
-        while self._stale:
-            node = self._stale.popleft()
-            node.stale = False
-            if node.parent is not None and self._reclaim_windows(node, keep_tail=True):
+        while (node := self._queue.next_stale()) is not None:
+            if self._reclaim_windows(node, keep_tail=True):
                 return True
         return False
 
     def _reclaim_leaf(self, wanted: int) -> bool:
-        while self._idle_leaves:
-            last_used, _, node = self._idle_leaves[0]
-            if node.parent is None or node.users or node.children or node.last_used != last_used:
-                heapq.heappop(self._idle_leaves)
-                continue
-            # With several groups a whole run goes: slabs come back only when all their blocks are free.
-            keep = 0 if len(self._groups) > 1 else max(0, node.blocks[0].size - wanted)
-            self._cut(node, keep)
-            if not keep:
-                heapq.heappop(self._idle_leaves)
-                self._remove(node)
-            return True
-        return False
+        leaf = self._queue.oldest_leaf()
+        if leaf is None:
+            return False
+        # With several groups a whole run goes: slabs come back only when all their blocks are free.
+        keep = 0 if len(self._groups) > 1 else max(0, leaf.blocks[0].size - wanted)
+        self._cut(leaf, keep)
+        if not keep:
+            self._remove(leaf)
+        return True
 
     def _reclaim_idle_windows(self) -> bool:
         if not self._windowed:
@@ -389,24 +332,15 @@ class PrefixTree:
         assert parent is not None
         del parent.children[self._edge(node)]
         node.parent = None
-        self._node_count -= 1
         if not parent.users and not parent.children:
             self._idle(parent)
 
     def _idle(self, node: Node) -> None:
         """A node without users and children: a leaf may be reclaimed, a root has no more use."""
-        if node.parent is None:
-            key = self._root_keys.pop(node.id, None)
-            if key is not None:
-                del self._roots[key]
-            return
-        if len(self._idle_leaves) > 64 + 4 * self._node_count:
-            # Most entries are outdated by later uses of their nodes.
-            self._idle_leaves = [
-                entry for entry in self._idle_leaves if entry[2].parent and entry[0] == entry[2].last_used
-            ]
-            heapq.heapify(self._idle_leaves)
-        heapq.heappush(self._idle_leaves, (node.last_used, next(self._offers), node))
+        if node.parent is not None:
+            self._queue.offer(node)
+        elif (key := self._root_keys.pop(node.id, None)) is not None:
+            del self._roots[key]
 
     # -- look -----------------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ class EngineLoop:
         self._thread.start()
 
     def stop(self, drain: bool) -> None:
-        """End the thread and wait for it: after the requests that live (``drain``), or at once with ``abort`` events."""
+        """End the thread and wait for it: after the requests that live (``drain``), or at once, aborting them."""
         with self._wake:
             self._ending = "drain" if drain and self._ending is None else "now"
             self._wake.notify()
