@@ -24,8 +24,8 @@ from kvist.kernels.dense import attend, merge
 from kvist.kernels.sharing import SharedRun, shared_runs
 from kvist.store.layouts import Index, PagedKV, Runs
 
-# Keys and values gathered at a time: beyond the caches, copying twice costs more than another call.
-_GATHER_BYTES = 8 * 2**20
+# Keys and values gathered at a time: while they stay in the caches of the cores, reading them again is cheap.
+_GATHER_BYTES = 2 * 2**20
 # Padding that is cheaper than another bucket, in tokens.
 _PADDING_TOKENS = 256
 # Queries that share one band of a window.

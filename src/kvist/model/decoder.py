@@ -1,6 +1,6 @@
 """A decoder from a configuration: embeddings, layers, logits. Llama, Mistral, SmolLM2, Qwen 2 and 3, Gemma 3."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from kvist.cache.groups import Group
 from kvist.errors import UnsupportedModel
 from kvist.kernels.attention import AttentionPlan, Scores
-from kvist.model.linear import Linear, RMSNorm
+from kvist.model.linear import Gated, Linear, Logits, RMSNorm
 from kvist.model.mixers import AttentionMixer
 from kvist.model.rotary import Rotary, Rotation
 from kvist.model.weights import Checkpoint
@@ -19,10 +19,7 @@ from kvist.spec.model import ModelSpec
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text")
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
+_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +73,7 @@ class Decoder:
         self.norm = RMSNorm(checkpoint.norm("model.norm.weight", hidden), config["rms_norm_eps"])
         tied = config["tie_word_embeddings"]
         head = self.embedding if tied else checkpoint.tensor("lm_head.weight", (self.vocab, hidden))
-        self.head = Linear(head)
+        self.head = Logits(head)
         self.final_softcap: float | None = config.get("final_logit_softcapping")
         scale = config.get("query_pre_attn_scalar") if config["model_type"].startswith("gemma") else None
         self.scores = Scores(
@@ -96,7 +93,7 @@ class Decoder:
         rotations = [rotary.tables(step.positions, self.dtype) for rotary in self.rotaries]
         for layer in self.layers:
             x = layer(x, rotations[layer.rotary], step.attention[layer.group])
-        logits = self.head(self.norm(x.index_select(0, step.sampled))).float()
+        logits = self.head(self.norm(x.index_select(0, step.sampled)))
         if self.final_softcap is not None:
             logits = torch.tanh(logits / self.final_softcap) * self.final_softcap
         return logits
@@ -136,17 +133,16 @@ class Layer:
 
 
 class GatedMLP:
-    """``down(act(gate(x)) * up(x))``, gate and up as one product."""
+    """``down(act(gate(x)) * up(x))``."""
 
     def __init__(self, checkpoint: Checkpoint, config: Mapping[str, Any], prefix: str) -> None:
         hidden, inner = config["hidden_size"], config["intermediate_size"]
         bias = bool(config.get("mlp_bias"))
         names = ("gate_proj", "up_proj")
-        self.inner: int = inner
-        self.activation = _ACTIVATIONS[config["hidden_act"]]
-        self.gate_up = Linear(
+        self.gate_up = Gated(
             checkpoint.rows([f"{prefix}.{name}.weight" for name in names], [(inner, hidden)] * 2),
             checkpoint.rows([f"{prefix}.{name}.bias" for name in names], [(inner,)] * 2) if bias else None,
+            config["hidden_act"],
         )
         self.down = Linear(
             checkpoint.tensor(f"{prefix}.down_proj.weight", (hidden, inner)),
@@ -155,8 +151,7 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[tokens, hidden]`` to the same shape."""
-        both = self.gate_up(x)
-        return self.down(self.activation(both[:, : self.inner]).mul_(both[:, self.inner :]))
+        return self.down(self.gate_up(x))
 
 
 def _rotaries(config: Mapping[str, Any], checkpoint: Checkpoint) -> list[Rotary]:
