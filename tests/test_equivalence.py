@@ -1,11 +1,10 @@
 """The engine against transformers, in float32, on two real models.
 
-Greedy tokens are checked by teacher forcing: transformers reads prompt and answer in one pass, and its likeliest token at
-every position must be the one that the engine chose there. By induction that is the answer that greedy generation gives.
+Greedy tokens are checked by teacher forcing: transformers reads prompt and answer in one pass, and its likeliest token
+at every position must be the one that the engine chose there. By induction that is greedy generation's answer.
 """
 
 import gzip
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +97,7 @@ def english(tokenizer: Any, start: int, tokens: int) -> list[int]:
 
 
 @pytest.fixture(scope="module", params=["smollm2-135m", "gemma-3-270m"])
-def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
+def subject(request: pytest.FixtureRequest) -> Subject:
     """Twenty prompts of mixed lengths with answers of 64 tokens from a batch, each verified by transformers."""
     path = request.getfixturevalue("smollm2_path" if request.param == "smollm2-135m" else "gemma_path")
     oracle = transformers.AutoModelForCausalLM.from_pretrained(
@@ -114,7 +113,7 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     seen = watch(engine)
     answers = [a.tokens for a in engine.generate(prompts, max_tokens=TOKENS, temperature=0, ignore_eos=True)]
     logits = [torch.stack(rows) for _, rows in sorted(seen.items(), key=lambda item: int(item[0].split("-")[1]))]
-    yield Subject(path, oracle, prompts, answers, logits)
+    return Subject(path, oracle, prompts, answers, logits)
 
 
 def generate(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:

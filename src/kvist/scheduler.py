@@ -289,7 +289,7 @@ class Scheduler:
                     "hit_tokens": request.first_hit_tokens or 0,
                     "blocks": {group.name: request.sequence.blocks(index) for index, group in enumerate(groups)},
                     "bytes": self.manager.held_bytes(request.sequence),
-                    "planned_bytes": allocated_bytes(groups, request.sequence.length),
+                    "planned_bytes": allocated_bytes(groups, request.sequence.length, request.sequence.in_flight),
                     "age_seconds": time.time() - request.arrived,
                 }
                 for request, state in states

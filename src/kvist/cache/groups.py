@@ -68,9 +68,9 @@ class Group:
             return 0
         return (length - window + 1) // self.block_tokens
 
-    def live_blocks(self, length: int) -> int:
-        """Blocks held by a sequence of which ``length`` tokens are stored and nothing is in flight."""
-        end = -(-length // self.block_tokens)
+    def live_blocks(self, length: int, in_flight: int = 0) -> int:
+        """Blocks held by a sequence of which ``length`` tokens are stored and ``in_flight`` more are being."""
+        end = -(-(length + in_flight) // self.block_tokens)
         return end - min(self.first_live_block(length), end)
 
     def peak_blocks(self, length: int, chunk: int) -> int:

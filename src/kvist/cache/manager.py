@@ -39,13 +39,14 @@ class Sequence:
         size: known tokens, prompt and generated.
         prompt_size: tokens known when it began, or when it was last released.
         length: tokens whose keys and values are stored.
+        in_flight: tokens beyond them that the step under way stores.
         tables: per group, int64 ``[blocks]`` from position 0; -1 where a window gave the block back.
         given_back: per group, leading blocks given back.
         hit_tokens: prompt tokens that were found in the tree.
     """
 
     __slots__ = (
-        "begun", "given_back", "hit_tokens", "key", "length", "node",
+        "begun", "given_back", "hit_tokens", "in_flight", "key", "length", "node",
         "prompt_size", "published", "size", "tables", "tokens",
     )  # fmt: skip
 
@@ -54,6 +55,7 @@ class Sequence:
         self.tokens = tokens
         self.size = self.prompt_size = tokens.size
         self.length = 0
+        self.in_flight = 0
         self.tables: list[Ids] = [_NO_BLOCKS] * groups
         self.given_back = [0] * groups
         self.hit_tokens = 0
@@ -166,6 +168,7 @@ class CacheManager:
             elif match:
                 # The match's arrays may be views of the tree's.
                 sequence.tables[group] = sequence.tables[group].copy()
+        sequence.in_flight = limit - sequence.length
         self._publish_new(sequence, limit)
         return Reservation(True, limit, match.tokens if match else 0)
 
@@ -217,6 +220,7 @@ class CacheManager:
     def commit(self, sequence: Sequence, length: int) -> None:
         """The keys and values of the first ``length`` tokens are stored now."""
         sequence.length = length
+        sequence.in_flight = 0
         if sequence.published < length <= sequence.prompt_size:
             # The tree had this run, or part of it, under other blocks: share them from now on.
             self._publish(sequence, length // self.block_tokens * self.block_tokens)
@@ -248,7 +252,7 @@ class CacheManager:
         sequence.given_back = [0] * len(self.groups)
         sequence.node = None
         sequence.begun = False
-        sequence.length = sequence.published = 0
+        sequence.length = sequence.in_flight = sequence.published = 0
         sequence.prompt_size = sequence.size
 
     def abandon(self, sequences: Seq[Sequence]) -> None:

@@ -158,15 +158,19 @@ class Engine:
             InputError: the prompt is empty, too long or has unknown ids.
             DoesNotFit: it could never fit; the message shows the sum.
         """
-        vocabulary = self.tokenizer.vocab_size
+        vocabulary: int = self.spec.config["vocab_size"]
         unknown = next((token for token in prompt if not 0 <= token < vocabulary), None)
         if unknown is not None:
             raise InputError(f"prompt: token id {unknown} is not in 0 … {vocabulary - 1}", key="prompt")
-        key = PrefixKey(model=self.spec.name, format=str(self.format), salt=cache_salt)
+        key = self.prefix_key(cache_salt)
         with self._lock:
             request = self.scheduler.add(f"request-{next(self._ids)}", list(prompt), params.max_tokens, key)
             self._generations[request.id] = Generation(request, params, self.tokenizer, on_event)
         return request.id
+
+    def prefix_key(self, cache_salt: str) -> PrefixKey:
+        """What a prompt must have in common with another, beside its tokens, to share its prefix."""
+        return PrefixKey(model=self.spec.name, format=str(self.format), salt=cache_salt)
 
     def abort(self, request_id: str) -> None:
         """Stop a request before the next step; one that is over already is no error."""

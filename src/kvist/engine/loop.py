@@ -47,6 +47,11 @@ class EngineLoop:
         """The model's tokenizer."""
         return self.engine.tokenizer
 
+    @property
+    def failure(self) -> str | None:
+        """Why the thread has ended by itself; None while all is well."""
+        return f"{type(self._failure).__name__}: {self._failure}" if self._failure else None
+
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
@@ -76,7 +81,7 @@ class EngineLoop:
         """
         with self._wake:
             if self._ending or self._failure:
-                raise EngineFailure(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
+                raise EngineFailure(f"the engine has stopped{f': {self.failure}' if self._failure else ''}")
             request_id = self.engine.submit(prompt_ids, params, cache_salt=cache_salt, on_event=on_event)
             self._wake.notify()
         return request_id
@@ -99,7 +104,7 @@ class EngineLoop:
             _log.exception("the engine has stopped")
             with self._wake:
                 self._failure = error
-        self.engine.abort_all("error" if self._failure else "abort", str(self._failure or "") or None)
+        self.engine.abort_all("error" if self._failure else "abort", self.failure)
 
     def _wait(self) -> bool:
         """Sleep until there is something to do; False when the thread is to end."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvist.cache.arena import ArenaLayout
 from kvist.cache.groups import Group
+from kvist.cache.manager import BlockCopy
 from kvist.kernels.attention import AttentionPlan, Span
 from kvist.kernels.sharing import sharing_order
 from kvist.model.decoder import Decoder, Step
@@ -37,6 +38,7 @@ class Runner:
 
     def __init__(self, spec: ModelSpec, groups: tuple[Group, ...], layout: ArenaLayout, *, dtype: str) -> None:
         compute = dtype_named(dtype)
+        self.layout = layout
         for group in groups:
             check_format(group)
         torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
@@ -58,6 +60,18 @@ class Runner:
         """
         with torch.inference_mode():
             return self.decoder.logits(self._step(batch.chunks))
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy whole blocks, all layers of their group: what a fork needs before either sequence goes on."""
+        with torch.inference_mode():
+            for copy in copies:
+                size = self.layout.block_bytes[copy.group]
+                source, target = (self._offset(copy.group, block) for block in (copy.source, copy.target))
+                self.arena[target : target + size] = self.arena[source : source + size]
+
+    def _offset(self, group: int, block: int) -> int:
+        slab, place = divmod(block, self.layout.blocks_per_slab[group])
+        return slab * self.layout.slab_bytes + place * self.layout.block_bytes[group]
 
     def _step(self, chunks: Sequence[Chunk]) -> Step:
         order = list(range(len(chunks)))

@@ -64,12 +64,12 @@ class Capacity:
             )
 
 
-def allocated_bytes(groups: Sequence[Group], length: int) -> int:
-    """Bytes of the blocks that a sequence of ``length`` stored tokens holds when nothing is in flight.
+def allocated_bytes(groups: Sequence[Group], length: int, in_flight: int = 0) -> int:
+    """Bytes of the blocks that a sequence of ``length`` stored tokens holds while ``in_flight`` more are computed.
 
     Whole blocks in every group; a window has given back the blocks that its next query does not see.
     """
-    return sum(group.live_blocks(length) * group.block_bytes for group in groups)
+    return sum(group.live_blocks(length, in_flight) * group.block_bytes for group in groups)
 
 
 def capacity_of(
