@@ -78,7 +78,7 @@ def test_a_shared_run_is_attended_once():
     plan = check(scene)
     shared = [dense for dense in plan.others if dense.rows.stop - dense.rows.start > 6]
     # Ten blocks for all four, ten more for three of them.
-    assert sorted(dense.tokens for dense in shared) == [40, 40]
+    assert sorted(dense.gathering.keys.shape[2] for dense in shared) == [40, 40]
 
 
 def test_blocks_written_in_the_same_step_are_read():
@@ -94,7 +94,7 @@ def test_long_windows_are_exact():
     plan = check(make_scene(group, [(600, 300), (650, 1), (39, 2), (0, 290)]), repeats=2)
     # The work of a band does not grow with what lies before it.
     band = plan.first[0]
-    assert band.where.shape[1] == 3
+    assert band.gathering.indices[0].shape == (3 * 2,)
     assert max(tile.high - tile.low for tile in band.tiles) <= 256 + 39
 
 
@@ -133,3 +133,16 @@ def test_a_codec_that_is_not_stored_is_named():
     with pytest.raises(InputError, match="int8") as caught:
         make_scene(group, [(0, 1)])
     assert caught.value.key == "key"
+
+
+@pytest.mark.parametrize("length", [1151, 1152, 1153, 1166])
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_a_lone_long_decode_is_cut_among_the_threads(length, kv_heads):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        group = group_of(kv_heads=kv_heads, dim=8, layers=1, block_tokens=16)
+        plan = check(make_scene(group, [(length, 1)]), repeats=2)
+    finally:
+        torch.set_num_threads(threads)
+    assert plan.first[0].split == 2

@@ -22,12 +22,14 @@ from torch import Tensor
 
 from kvist.kernels.dense import attend, merge
 from kvist.kernels.sharing import SharedRun, shared_runs
-from kvist.store.layouts import Index, PagedKV, Runs
+from kvist.store.layouts import Gathering, Index, PagedKV
 
 # Keys and values gathered at a time: while they stay in the caches of the cores, reading them again is cheap.
 _GATHER_BYTES = 2 * 2**20
 # Padding that is cheaper than another bucket, in tokens.
 _PADDING_TOKENS = 256
+# A lone sequence is cut among the threads when each part has as many tokens.
+_PART_TOKENS = 512
 # Queries that share one band of a window.
 _TILE = 256
 
@@ -99,7 +101,7 @@ class AttentionPlan:
             blocks = spans[run.first_span].table[run.first_block : run.end_block]
             self._dense(blocks, len(blocks) * store.block_tokens, self.rows[run.first_span], self.rows[run.end_span])
 
-    def _new_vectors(self, spans: Sequence[Span], counts: list[int]) -> Runs:
+    def _new_vectors(self, spans: Sequence[Span], counts: list[int]) -> list[Tensor]:
         size = self.store.block_tokens
         if self.tokens == len(spans):
             positions = np.array([span.start for span in spans])
@@ -146,17 +148,19 @@ class AttentionPlan:
                 part, part_lse = segment.run(slot, q, kv)
                 if isinstance(segment.rows, slice):
                     out[segment.rows] = part
-                    lse[segment.rows] = part_lse
+                    if self.others:
+                        lse[segment.rows] = part_lse
                 else:
                     out.index_copy_(0, segment.rows, part)
-                    lse.index_copy_(0, segment.rows, part_lse)
+                    if self.others:
+                        lse.index_copy_(0, segment.rows, part_lse)
         if self.others:
             q = q.contiguous()
             out = out.contiguous()
-        for number, dense in enumerate(self.others):
-            part, part_lse = dense.run(slot, q)
-            final = number + 1 == len(self.others)
-            merge(out[dense.rows], lse[dense.rows], part, part_lse, final=final)
+            for number, dense in enumerate(self.others):
+                part, part_lse = dense.run(slot, q)
+                final = number + 1 == len(self.others)
+                merge(out[dense.rows], lse[dense.rows], part, part_lse, final=final)
         return out.reshape(self.tokens, -1)
 
 
@@ -166,22 +170,15 @@ class _Dense:
     def __init__(self, plan: AttentionPlan, blocks: Index, tokens: int, row: int, end: int) -> None:
         self.plan = plan
         self.rows = slice(row, end)
-        self.tokens = tokens
-        self.where = plan.store.runs(blocks[None])
+        self.gathering = Gathering(plan.store, blocks[None], plan.dtype, slice(tokens))
 
     def run(self, slot: int, q: Tensor) -> tuple[Tensor, Tensor]:
         plan = self.plan
-        keys, values = plan.store.gather(slot, self.where, plan.dtype)
+        keys, values = self.gathering.read(slot)
         part = q[self.rows]
         count, repeats, heads, dim = part.shape
         folded = part.view(1, count * repeats, heads, dim).transpose(1, 2)
-        out, lse = attend(
-            folded,
-            keys[:, :, : self.tokens],
-            values[:, :, : self.tokens],
-            scale=plan.scores.scale,
-            softcap=plan.scores.softcap,
-        )
+        out, lse = attend(folded, keys, values, scale=plan.scores.scale, softcap=plan.scores.softcap)
         return (
             out.transpose(1, 2).view(count, repeats, heads, dim),
             lse.transpose(1, 2).view(count, repeats, heads),
@@ -212,11 +209,12 @@ class _Band:
         self.rows = slice(row, row + span.count)
         size = plan.store.block_tokens
         first = max(0, span.start - window + 1)
-        self.lead = first % size
         self.past = span.start - first
-        self.where: Runs | None = None
+        self.gathering: Gathering | None = None
         if self.past:
-            self.where = plan.store.runs(span.table[first // size : -(-span.start // size)][None])
+            blocks = span.table[first // size : -(-span.start // size)]
+            seen = slice(first % size, first % size + self.past)
+            self.gathering = Gathering(plan.store, blocks[None], plan.dtype, seen)
         self.tiles: list[_Tile] = []
         masks: dict[tuple[int, int, int], Tensor] = {}
         for begin in range(0, span.count, _TILE):
@@ -237,11 +235,10 @@ class _Band:
         count, repeats, _, dim = part.shape
         own = kv[self.rows].transpose(0, 1)
         keys, values = own[:heads], own[heads:]
-        if self.where is not None:
-            past_keys, past_values = plan.store.gather(slot, self.where, plan.dtype)
-            seen = slice(self.lead, self.lead + self.past)
-            keys = torch.cat((past_keys[0, :, seen], keys), dim=1)
-            values = torch.cat((past_values[0, :, seen], values), dim=1)
+        if self.gathering is not None:
+            past_keys, past_values = self.gathering.read(slot)
+            keys = torch.cat((past_keys[0], keys), dim=1)
+            values = torch.cat((past_values[0], values), dim=1)
         out = torch.empty(count, repeats, heads, dim, dtype=q.dtype)
         lse = torch.empty(count, repeats, heads, dtype=torch.promote_types(q.dtype, torch.float32))
         for tile in self.tiles:
@@ -313,9 +310,9 @@ class _Tails:
         self.rows: slice | Tensor = slice(rows[0], rows[-1] + 1)
         if rows[-1] + 1 - rows[0] != len(rows):
             self.rows = torch.tensor(rows)
+        self.all_rows = len(rows) == plan.tokens
         begins = np.array([decode.begin for decode in bucket])
         ends = np.array([decode.end for decode in bucket])
-        leads = begins % size
         starts = begins // size
         stops = -(-ends // size)
         blocks = np.empty((len(bucket), int((stops - starts).max())), np.int64)
@@ -324,38 +321,75 @@ class _Tails:
             blocks[index, :held] = decode.table[starts[index] : stops[index]]
             # Any real block will do behind the end; its scores are masked.
             blocks[index, held:] = decode.table[stops[index] - 1]
-        self.where = store.runs(blocks)
+        lead = begins - starts * size
         lengths = ends - begins
-        self.seen: slice | None = None
         self.mask: Tensor | None = None
         self.hidden: Tensor | None = None
-        if (lengths == lengths[0]).all() and (leads == leads[0]).all():
-            self.seen = slice(int(leads[0]), int(leads[0] + lengths[0]))
+        self.split = 1
+        if (lengths == lengths[0]).all() and (lead == lead[0]).all():
+            self.split = self._parts(len(bucket), int(lengths[0]), int(lead[0]))
+            seen = slice(int(lead[0]), int(lead[0]) + -(-int(lengths[0]) // self.split) * self.split)
+            self.gathering = Gathering(store, blocks, plan.dtype, seen)
+            if self.split > 1:
+                self._cut(int(lengths[0]))
             return
+        self.gathering = Gathering(store, blocks, plan.dtype)
         places = np.arange(blocks.shape[1] * size)
-        seen = (places >= leads[:, None]) & (places < (leads + lengths)[:, None])
-        hidden = torch.from_numpy(~seen)[:, None, None, :]
+        seen_places = (places >= lead[:, None]) & (places < (lead + lengths)[:, None])
+        hidden = torch.from_numpy(~seen_places)[:, None, None, :]
         self.mask = torch.zeros(hidden.shape, dtype=plan.dtype).masked_fill_(hidden, float("-inf"))
         if not store.uniform:
             # Bytes once written as another type may read as NaN, which no mask silences.
             self.hidden = hidden.transpose(-1, -2)
 
+    def _parts(self, sequences: int, length: int, lead: int) -> int:
+        """In how many parts a lone sequence is cut, so that every thread has its share of the heads."""
+        store, threads = self.plan.store, torch.get_num_threads()
+        parts = 1
+        if sequences == 1 and lead == 0 and store.uniform and not self.gathering_converts():
+            while (
+                (store.kv_heads * parts) % threads
+                and store.kv_heads * parts < 4 * threads
+                and length >= 2 * parts * _PART_TOKENS
+                and store.block_tokens % (2 * parts) == 0
+            ):
+                parts *= 2
+        return parts
+
+    def gathering_converts(self) -> bool:
+        """Whether keys and values are copied to another type when they are read."""
+        return any(part.dtype != self.plan.dtype for part in self.plan.store.parts)
+
+    def _cut(self, length: int) -> None:
+        """View the keys and values of the one sequence as a batch of equal parts; the last may have hidden slots."""
+        gathering, dim = self.gathering, self.plan.store.dim
+        _, heads, total, _ = gathering.keys.shape
+        part = total // self.split
+
+        def cut(whole: Tensor) -> Tensor:
+            strides = (part * dim, whole.stride(1), dim, 1)
+            return whole.as_strided((self.split, heads, part, dim), strides, whole.storage_offset())
+
+        gathering.keys, gathering.values = cut(gathering.keys), cut(gathering.values)
+        if length < total:
+            self.mask = torch.zeros(self.split, 1, 1, part, dtype=self.plan.dtype)
+            self.mask.view(-1)[length:] = float("-inf")
+
     def run(self, slot: int, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
         plan = self.plan
-        keys, values = plan.store.gather(slot, self.where, plan.dtype)
+        keys, values = self.gathering.read(slot)
         if self.hidden is not None:
             keys, values = keys.masked_fill(self.hidden, 0), values.masked_fill(self.hidden, 0)
-        elif self.seen is not None:
-            keys, values = keys[:, :, self.seen], values[:, :, self.seen]
-        part = q[self.rows] if isinstance(self.rows, slice) else q.index_select(0, self.rows)
-        out, lse = attend(
-            part.transpose(1, 2),
-            keys,
-            values,
-            scale=plan.scores.scale,
-            mask=self.mask,
-            softcap=plan.scores.softcap,
-        )
+        if not self.all_rows:
+            q = q[self.rows] if isinstance(self.rows, slice) else q.index_select(0, self.rows)
+        q = q.transpose(1, 2)
+        if self.split > 1:
+            q = q.expand(self.split, -1, -1, -1)
+        out, lse = attend(q, keys, values, scale=plan.scores.scale, mask=self.mask, softcap=plan.scores.softcap)
+        if self.split > 1:
+            share = torch.softmax(lse, dim=0).unsqueeze(-1).to(out.dtype)
+            out = (out * share).sum(0, keepdim=True)
+            lse = torch.logsumexp(lse, dim=0, keepdim=True)
         return out.transpose(1, 2), lse.transpose(1, 2)
 
 

@@ -55,8 +55,15 @@ def shared_runs(tables: Sequence[npt.NDArray[np.int64]], limits: Sequence[int]) 
 
 
 def sharing_order(tables: Sequence[npt.NDArray[np.int64]]) -> list[int]:
-    """An order in which sequences that begin with the same blocks are neighbours."""
-    return sorted(range(len(tables)), key=lambda index: tables[index].tobytes())
+    """An order in which sequences that begin with the same blocks are neighbours, and else longer ones come first."""
+    families: dict[int, list[int]] = {}
+    for index, table in enumerate(tables):
+        families.setdefault(int(table[0]), []).append(index)
+    ordered = sorted(families.values(), key=lambda family: -max(len(tables[index]) for index in family))
+    for family in ordered:
+        if len(family) > 1:
+            family.sort(key=lambda index: tables[index].tobytes())
+    return [index for family in ordered for index in family]
 
 
 def _common_blocks(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64], limit: int) -> int:

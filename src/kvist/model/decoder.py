@@ -11,7 +11,7 @@ from torch import Tensor
 from kvist.cache.groups import Group
 from kvist.errors import UnsupportedModel
 from kvist.kernels.attention import AttentionPlan, Scores
-from kvist.model.linear import Gated, Linear, Logits, RMSNorm
+from kvist.model.linear import Gated, Linear, Logits, Residual, RMSNorm
 from kvist.model.mixers import AttentionMixer
 from kvist.model.rotary import Rotary, Rotation
 from kvist.model.weights import Checkpoint
@@ -91,9 +91,10 @@ class Decoder:
         if self.embedding_scale is not None:
             x = x * self.embedding_scale
         rotations = [rotary.tables(step.positions, self.dtype) for rotary in self.rotaries]
+        stream = Residual(x)
         for layer in self.layers:
-            x = layer(x, rotations[layer.rotary], step.attention[layer.group])
-        logits = self.head(self.norm(x.index_select(0, step.sampled)))
+            layer(stream, rotations[layer.rotary], step.attention[layer.group])
+        logits = self.head(self.norm(stream.x.index_select(0, step.sampled)))
         if self.final_softcap is not None:
             logits = torch.tanh(logits / self.final_softcap) * self.final_softcap
         return logits
@@ -124,12 +125,12 @@ class Layer:
             self.before_mlp = norm("post_attention_layernorm")
         self.mlp = GatedMLP(checkpoint, config, f"{prefix}.mlp")
 
-    def __call__(self, x: Tensor, rotation: Rotation, attention: AttentionPlan) -> Tensor:
-        """``[tokens, hidden]`` to the same shape."""
-        mixed = self.mixer(self.before_mixer(x), rotation, attention)
-        x = x + (mixed if self.after_mixer is None else self.after_mixer(mixed))
-        fed = self.mlp(self.before_mlp(x))
-        return x + (fed if self.after_mlp is None else self.after_mlp(fed))
+    def __call__(self, stream: Residual, rotation: Rotation, attention: AttentionPlan) -> None:
+        """Add to the stream ``[tokens, hidden]``; stores the tokens' keys and values."""
+        mixed = self.mixer(stream.normed(self.before_mixer), rotation, attention)
+        stream.add(mixed if self.after_mixer is None else self.after_mixer(mixed))
+        fed = self.mlp(stream.normed(self.before_mlp))
+        stream.add(fed if self.after_mlp is None else self.after_mlp(fed))
 
 
 class GatedMLP:

@@ -17,7 +17,7 @@ _ROWS_HINT = 64
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether products of this type run on weights in oneDNN's layout."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -82,7 +82,7 @@ class Gated:
         self.gelu = activation == "gelu_pytorch_tanh"
         self.fused = can_pack(weight.dtype)
         if self.fused:
-            biases = (None, None) if bias is None else bias.split(self.width)
+            biases = (None, None) if bias is None else torch.split(bias, self.width)
             gate, up = torch.split(weight, self.width)
             self.gate, self.up = Linear(gate, biases[0]), Linear(up, biases[1])
         else:
@@ -106,7 +106,7 @@ class RMSNorm:
     """``x / sqrt(mean(x²) + eps) * multiplier`` over the last dimension (arXiv:1910.07467).
 
     Computed as the layer norm of ``[x, -x]``, whose mean is 0 and whose variance is the mean square of ``x``: one fused
-    operator in float32 inside, where the formula takes seven.
+    operator, in float32 inside, where the formula takes seven.
 
     Args:
         multiplier: float32 ``[width]``, or ``[heads, width]`` for heads with different ones.
@@ -116,11 +116,39 @@ class RMSNorm:
     def __init__(self, multiplier: Tensor, eps: float) -> None:
         self.eps = eps
         self.width = multiplier.shape[-1]
+        self.shape = (2 * self.width,)
         self.doubled = torch.cat((multiplier, multiplier)) if multiplier.dim() == 1 else None
         self.multiplier = multiplier
 
     def __call__(self, x: Tensor) -> Tensor:
         """Same shape and type as ``x``; rows may keep a stride of twice their width."""
-        doubled = torch.cat((x, x.neg()), dim=-1)
-        out = F.layer_norm(doubled, (2 * self.width,), self.doubled, None, self.eps)[..., : self.width]
-        return out if self.doubled is not None else (out * self.multiplier).to(x.dtype)
+        return self.of_mirrored(torch.cat((x, x.neg()), dim=-1))
+
+    def of_mirrored(self, mirrored: Tensor) -> Tensor:
+        """The same of ``[x, -x]``, ``[…, 2 x width]``."""
+        out = torch.layer_norm(mirrored, self.shape, self.doubled, None, self.eps)[..., : self.width]
+        return out if self.doubled is not None else (out * self.multiplier).to(mirrored.dtype)
+
+
+class Residual:
+    """The stream to which every half layer adds, kept beside its negative as the norms want it.
+
+    Args:
+        x: ``[rows, width]``, copied.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        rows, width = x.shape
+        self.mirrored = torch.empty(rows, 2 * width, dtype=x.dtype)
+        self.x = self.mirrored[:, :width]
+        self.negative = self.mirrored[:, width:]
+        self.x.copy_(x)
+
+    def add(self, change: Tensor) -> None:
+        """Add ``[rows, width]`` in place."""
+        self.x.add_(change)
+
+    def normed(self, norm: RMSNorm) -> Tensor:
+        """``norm`` of the stream."""
+        torch.neg(self.x, out=self.negative)
+        return norm.of_mirrored(self.mirrored)

@@ -13,7 +13,6 @@ gathers ``[sequences, heads, blocks, run]``, which is ``[sequences, heads, token
 layer is in the view's offset, so that the indices of a step serve all layers of the group.
 """
 
-from dataclasses import dataclass
 from math import gcd
 
 import numpy as np
@@ -29,19 +28,6 @@ from kvist.spec.formats import Codec
 CODEC_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 Index = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Runs:
-    """Rows of the arena for a step: one index a part, the same for all layers.
-
-    Attributes:
-        indices: one a part of the layout (:attr:`PagedKV.parts`), int64, flat.
-        shape: what they stand for: ``(tokens,)`` to append, ``(sequences, blocks)`` to gather.
-    """
-
-    indices: tuple[Tensor, ...]
-    shape: tuple[int, ...]
 
 
 class Scratch:
@@ -124,69 +110,38 @@ class PagedKV:
                 _Part(arena, group, value, unit=self.unit, heads=heads, first=heads * key_run),
             )
 
-    def vectors(self, blocks: Index, slots: Index) -> Runs:
-        """Where one vector a token and head lies.
+    def vectors(self, blocks: Index, slots: Index) -> list[Tensor]:
+        """Where one vector a token and head lies, for :meth:`append`: int64 ``[tokens, heads]`` a part.
 
         Args:
             blocks: block id of each token, ``[tokens]``.
             slots: its place in the block.
         """
-        units = self._units(blocks)
+        units = self.units(blocks)
         indices = []
         for part in self.parts:
             head = np.arange(part.heads) * (part.run_units * part.unit_steps)
             rows = (units * part.unit_steps + slots * part.vector_steps)[:, None] + head
-            indices.append(torch.from_numpy(rows.ravel()))
-        return Runs(indices=tuple(indices), shape=blocks.shape)
+            indices.append(torch.from_numpy(rows))
+        return indices
 
-    def runs(self, blocks: Index) -> Runs:
-        """Where the runs of whole blocks lie, to gather ``[sequences, heads, blocks]`` of them.
-
-        Args:
-            blocks: block ids ``[sequences, blocks]``; every id must be real, also where a sequence is shorter.
-        """
-        units = self._units(blocks)
-        indices = []
-        for part in self.parts:
-            head = np.arange(part.heads)[:, None] * part.run_units
-            indices.append(torch.from_numpy((units[:, None, :] + head).ravel()))
-        return Runs(indices=tuple(indices), shape=blocks.shape)
-
-    def _units(self, blocks: Index) -> Index:
+    def units(self, blocks: Index) -> Index:
+        """First unit of each block."""
         slab, place = np.divmod(blocks.astype(np.int64, copy=False), self.blocks_per_slab)
         units: Index = slab * self.slab_units + place * self.block_units
         return units
 
-    def append(self, slot: int, kv: Tensor, where: Runs) -> None:
+    def append(self, slot: int, kv: Tensor, where: list[Tensor]) -> None:
         """Store a step's keys and values of one layer; changes the arena.
 
         Args:
             slot: the layer's place in the group.
             kv: ``[tokens, 2 x kv_heads, dim]``, the heads' keys, then their values.
+            where: of :meth:`vectors`.
         """
-        for number, (part, index) in enumerate(zip(self.parts, where.indices, strict=True)):
-            first = number * self.kv_heads
-            rows = kv[:, first : first + part.heads].to(part.dtype).reshape(-1, self.dim)
-            part.vector_views[slot].index_copy_(0, index, rows)
-
-    def gather(self, slot: int, where: Runs, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Read whole blocks of one layer.
-
-        Returns:
-            Keys and values, each ``[sequences, kv_heads, blocks x block_tokens, dim]`` in ``dtype``; valid until the
-            next gather of the runner.
-        """
-        sequences, blocks = where.shape
-        gathered = []
-        for number, (part, index) in enumerate(zip(self.parts, where.indices, strict=True)):
-            rows = self.scratch.rows(part.dtype, number, len(index), part.width)
-            torch.index_select(part.run_views[slot], 0, index, out=rows)
-            tokens = blocks * self.block_tokens
-            gathered.append(rows.view(sequences, part.heads, tokens, self.dim).to(dtype))
-        if self.uniform:
-            both = gathered[0]
-            return both[:, : self.kv_heads], both[:, self.kv_heads :]
-        return gathered[0], gathered[1]
+        for number, (part, index) in enumerate(zip(self.parts, where, strict=True)):
+            rows = kv if self.uniform else kv[:, number * self.kv_heads : (number + 1) * self.kv_heads]
+            part.vector_views[slot].index_put_((index,), rows if rows.dtype == part.dtype else rows.to(part.dtype))
 
     def rounded(self, kv: Tensor) -> Tensor:
         """Keys and values as they will be read again, so that a chunk sees itself as later chunks see it."""
@@ -196,6 +151,50 @@ class PagedKV:
             return kv.to(self.parts[0].dtype).to(kv.dtype)
         halves = kv[:, : self.kv_heads], kv[:, self.kv_heads :]
         return torch.cat([half.to(p.dtype).to(kv.dtype) for half, p in zip(halves, self.parts, strict=True)], dim=1)
+
+
+class Gathering:
+    """Whole blocks of some sequences, to be read layer by layer; index and target are made once a step.
+
+    Args:
+        store: of the group.
+        blocks: block ids ``[sequences, blocks]``; every id must be real, also where a sequence is shorter.
+        dtype: of the keys and values handed out.
+        seen: tokens of the blocks that are wanted.
+    """
+
+    def __init__(self, store: PagedKV, blocks: Index, dtype: torch.dtype, seen: slice = slice(None)) -> None:
+        self.parts = store.parts
+        self.dtype = dtype
+        units = store.units(blocks)
+        sequences, count = blocks.shape
+        self.indices: list[Tensor] = []
+        self.rows: list[Tensor] = []
+        views: list[Tensor] = []
+        for number, part in enumerate(self.parts):
+            head = np.arange(part.heads)[:, None] * part.run_units
+            index = torch.from_numpy((units[:, None, :] + head).ravel())
+            rows = store.scratch.rows(part.dtype, number, len(index), part.width)
+            self.indices.append(index)
+            self.rows.append(rows)
+            views.append(rows.view(sequences, part.heads, count * store.block_tokens, store.dim)[:, :, seen])
+        if store.uniform:
+            self.keys, self.values = views[0][:, : store.kv_heads], views[0][:, store.kv_heads :]
+        else:
+            self.keys, self.values = views
+        self.converted = any(part.dtype != dtype for part in self.parts)
+
+    def read(self, slot: int) -> tuple[Tensor, Tensor]:
+        """Read one layer.
+
+        Returns:
+            Keys and values, each ``[sequences, kv_heads, tokens, dim]``; valid until the next read of the runner.
+        """
+        for part, index, rows in zip(self.parts, self.indices, self.rows, strict=True):
+            torch.index_select(part.run_views[slot], 0, index, out=rows)
+        if self.converted:
+            return self.keys.to(self.dtype), self.values.to(self.dtype)
+        return self.keys, self.values
 
 
 def check_format(group: Group) -> None:
