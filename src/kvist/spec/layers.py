@@ -27,9 +27,7 @@ class Attention:
 
     def token_bytes(self, fmt: CacheFormat) -> int:
         """Bytes of one token: ``kv_heads x (key vector + value vector)``."""
-        return self.kv_heads * (
-            fmt.key_codec.vector_bytes(self.key_dim) + fmt.value_codec.vector_bytes(self.value_dim)
-        )
+        return self.kv_heads * (fmt.key_codec.vector_bytes(self.key_dim) + fmt.value_codec.vector_bytes(self.value_dim))
 
     def bytes(self, tokens: int, fmt: CacheFormat) -> int:
         """Bytes of a sequence of ``tokens``; a window holds ``min(tokens, window)`` of them."""
