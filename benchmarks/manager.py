@@ -1,9 +1,9 @@
 """The cache manager against vLLM's, on the first 2,000 requests of the Mooncake conversation trace.
 
-Both replay the same tokens (made from the trace's 512-token block ids) in blocks of 16 through a pool of 3,000,000 tokens
-with 32 requests alive: each prompt is matched, reserved, stored and, when its turn comes, released. Only manager calls are timed.
-vLLM hashes a request's blocks when it is made, so its rate counts the hashing; ours takes an array of token ids, and
-the rate from Python lists, conversion included, is printed beside it.
+Both replay the same tokens (made from the trace's 512-token block ids) in blocks of 16 through a pool of 3,000,000
+tokens with 32 requests alive: each prompt is matched, reserved, stored and, when its turn comes, released. Only manager
+calls are timed. vLLM hashes a request's blocks when it is made, so its rate counts the hashing; ours takes an array of
+token ids, and the rate from Python lists, conversion included, is printed beside it.
 
     python benchmarks/manager.py [--rounds 3] [--json FILE]
 
@@ -139,8 +139,8 @@ def main() -> None:
         bare = [answer["runs"][index]["requests_per_s_without_hashing"] for answer in theirs]
         for name, values in ((f"vLLM, {first['hash']}", speeds), (f"vLLM, {first['hash']}, hashing not counted", bare)):
             print(
-                f"| {name} | {middle(values):,.0f} | {min(values):,.0f} - {max(values):,.0f} | {first['hit_tokens']:,} | "
-                f"{rate / middle(values):.1f} |"
+                f"| {name} | {middle(values):,.0f} | {min(values):,.0f} - {max(values):,.0f} | "
+                f"{first['hit_tokens']:,} | {rate / middle(values):.1f} |"
             )
     differ = sum(mine != other for mine, other in zip(ours[0]["hits"], theirs[0]["hits"], strict=True))
     print(f"\nrequests whose hits differ: {differ} of {len(arrays)}")
