@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvist.errors import InputError
-from kvist.kernels.attention import AttentionPlan, Scores
+from kvist.kernels import decoding
+from kvist.kernels.attention import AttentionPlan
+from kvist.kernels.dense import Scores
 from kvist.kernels.sharing import shared_runs, sharing_order
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 0.03}
@@ -136,8 +138,11 @@ def test_a_codec_that_is_not_stored_is_named():
 
 
 @pytest.mark.parametrize("length", [1151, 1152, 1153, 1166])
-@pytest.mark.parametrize("kv_heads", [1, 3])
-def test_a_lone_long_decode_is_cut_among_the_threads(length, kv_heads):
+@pytest.mark.parametrize("kv_heads", [1, 2, 3])
+@pytest.mark.parametrize("gather_bytes", [2**21, 2**14])
+def test_a_lone_long_decode_is_cut(length, kv_heads, gather_bytes, monkeypatch):
+    monkeypatch.setattr(decoding, "_GATHER_BYTES", gather_bytes)
+    monkeypatch.setattr(decoding, "_PART_TOKENS", 16)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -145,4 +150,8 @@ def test_a_lone_long_decode_is_cut_among_the_threads(length, kv_heads):
         plan = check(make_scene(group, [(length, 1)]), repeats=2)
     finally:
         torch.set_num_threads(threads)
-    assert plan.first[0].split == 2
+    tail = plan.first[0]
+    assert isinstance(tail, decoding.Tails if kv_heads == 2 and gather_bytes == 2**21 else decoding.LongTail)
+    if isinstance(tail, decoding.LongTail):
+        assert tail.parts == (1 if kv_heads == 2 else 2)
+        assert len(tail.pieces) == -(-(length + 1) * kv_heads * 2 * 8 * 4 // gather_bytes)

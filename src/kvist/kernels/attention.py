@@ -20,16 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvist.kernels.dense import attend, merge
+from kvist.kernels.decoding import Decode, LongTail, Tails, decode_segments
+from kvist.kernels.dense import Scores, attend, merge
 from kvist.kernels.sharing import SharedRun, shared_runs
 from kvist.store.layouts import Gathering, Index, PagedKV
 
-# Keys and values gathered at a time: while they stay in the caches of the cores, reading them again is cheap.
-_GATHER_BYTES = 2 * 2**20
-# Padding that is cheaper than another bucket, in tokens.
-_PADDING_TOKENS = 256
-# A lone sequence is cut among the threads when each part has as many tokens.
-_PART_TOKENS = 512
+# Past keys and values attended at a time by a chunk: a bound on memory, far above where speed changes.
+_DENSE_BYTES = 16 * 2**20
 # Queries that share one band of a window.
 _TILE = 256
 
@@ -44,14 +41,6 @@ class Span:
     table: Index
     start: int
     count: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scores:
-    """How scores are made: their scale, and the cap of Gemma 2 where there is one."""
-
-    scale: float
-    softcap: float | None = None
 
 
 class AttentionPlan:
@@ -80,23 +69,22 @@ class AttentionPlan:
         shared = [0] * len(spans)
         for run in runs:
             shared[run.first_span : run.end_span] = [run.end_block] * (run.end_span - run.first_span)
-        self.first: list[_Tails | _Own | _Band] = []
+        self.first: list[Tails | LongTail | _Own | _Band] = []
         self.others: list[_Dense] = []
-        decodes: list[_Decode] = []
+        decodes: list[Decode] = []
         for index, span in enumerate(spans):
             row, end = self.rows[index], self.rows[index + 1]
             if span.count == 1:
                 begin = shared[index] * store.block_tokens
                 if window is not None:
                     begin = max(0, span.start - window + 1)
-                decodes.append(_Decode(row=row, table=span.table, begin=begin, end=span.start + 1))
+                decodes.append(Decode(row=row, table=span.table, begin=begin, end=span.start + 1))
             elif window is not None and span.start + span.count > window:
                 self.first.append(_Band(self, span, row, window))
             else:
                 self.first.append(_Own(self, row, end))
                 self._past(span, shared[index], row, end)
-        for bucket in _buckets(decodes, store):
-            self.first.append(_Tails(self, bucket))
+        self.first += decode_segments(decodes, store, scores, dtype, self.tokens)
         for run in runs:
             blocks = spans[run.first_span].table[run.first_block : run.end_block]
             self._dense(blocks, len(blocks) * store.block_tokens, self.rows[run.first_span], self.rows[run.end_span])
@@ -121,7 +109,7 @@ class AttentionPlan:
 
     def _dense(self, blocks: Index, tokens: int, row: int, end: int) -> None:
         size = self.store.block_tokens
-        step = max(1, 8 * _GATHER_BYTES // _token_bytes(self.store) // size)
+        step = max(1, _DENSE_BYTES // self.store.token_bytes // size)
         for first in range(0, len(blocks), step):
             part = blocks[first : first + step]
             self.others.append(_Dense(self, part, min(len(part) * size, tokens - first * size), row, end))
@@ -178,7 +166,7 @@ class _Dense:
         part = q[self.rows]
         count, repeats, heads, dim = part.shape
         folded = part.view(1, count * repeats, heads, dim).transpose(1, 2)
-        out, lse = attend(folded, keys, values, scale=plan.scores.scale, softcap=plan.scores.softcap)
+        out, lse = attend(folded, keys, values, plan.scores)
         return (
             out.transpose(1, 2).view(count, repeats, heads, dim),
             lse.transpose(1, 2).view(count, repeats, heads),
@@ -197,7 +185,7 @@ class _Own:
         heads = self.plan.store.kv_heads
         part = q[self.rows].permute(1, 2, 0, 3)
         new = kv[self.rows].permute(1, 0, 2)[None].expand(len(part), -1, -1, -1)
-        out, lse = attend(part, new[:, :heads], new[:, heads:], scale=scores.scale, causal=True, softcap=scores.softcap)
+        out, lse = attend(part, new[:, :heads], new[:, heads:], scores, causal=True)
         return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
 
 
@@ -246,9 +234,8 @@ class _Band:
                 part[tile.begin : tile.end].permute(1, 2, 0, 3),
                 keys[None, :, tile.low : tile.high].expand(repeats, -1, -1, -1),
                 values[None, :, tile.low : tile.high].expand(repeats, -1, -1, -1),
-                scale=plan.scores.scale,
+                plan.scores,
                 mask=tile.mask,
-                softcap=plan.scores.softcap,
             )
             out[tile.begin : tile.end] = tile_out.permute(2, 0, 1, 3)
             lse[tile.begin : tile.end] = tile_lse.permute(2, 0, 1)
@@ -269,129 +256,3 @@ def _band_mask(queries: int, length: int, ahead: int, window: int, dtype: torch.
     distance = torch.arange(ahead, ahead + queries)[:, None] - torch.arange(length)
     hidden = (distance < 0) | (distance >= window)
     return torch.zeros(queries, length, dtype=dtype).masked_fill_(hidden, float("-inf"))[None, None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Decode:
-    """One token's private tail: positions ``begin … end - 1``."""
-
-    row: int
-    table: Index
-    begin: int
-    end: int
-
-
-def _buckets(decodes: list[_Decode], store: PagedKV) -> list[list[_Decode]]:
-    """Group tails of similar length; inside a bucket rows keep their order."""
-    most = max(1, _GATHER_BYTES // _token_bytes(store))
-    buckets: list[list[_Decode]] = []
-    padding = 0
-    for decode in sorted(decodes, key=lambda decode: decode.begin - decode.end):
-        length = decode.end - decode.begin
-        if buckets:
-            longest = buckets[-1][0].end - buckets[-1][0].begin
-            padding += longest - length
-            if padding <= _PADDING_TOKENS and (len(buckets[-1]) + 1) * longest <= most:
-                buckets[-1].append(decode)
-                continue
-        buckets.append([decode])
-        padding = 0
-    return [sorted(bucket, key=lambda decode: decode.row) for bucket in buckets]
-
-
-class _Tails:
-    """Decodes of similar length, each over its own blocks."""
-
-    def __init__(self, plan: AttentionPlan, bucket: list[_Decode]) -> None:
-        self.plan = plan
-        store = plan.store
-        size = store.block_tokens
-        rows = [decode.row for decode in bucket]
-        self.rows: slice | Tensor = slice(rows[0], rows[-1] + 1)
-        if rows[-1] + 1 - rows[0] != len(rows):
-            self.rows = torch.tensor(rows)
-        self.all_rows = len(rows) == plan.tokens
-        begins = np.array([decode.begin for decode in bucket])
-        ends = np.array([decode.end for decode in bucket])
-        starts = begins // size
-        stops = -(-ends // size)
-        blocks = np.empty((len(bucket), int((stops - starts).max())), np.int64)
-        for index, decode in enumerate(bucket):
-            held = stops[index] - starts[index]
-            blocks[index, :held] = decode.table[starts[index] : stops[index]]
-            # Any real block will do behind the end; its scores are masked.
-            blocks[index, held:] = decode.table[stops[index] - 1]
-        lead = begins - starts * size
-        lengths = ends - begins
-        self.mask: Tensor | None = None
-        self.hidden: Tensor | None = None
-        self.split = 1
-        if (lengths == lengths[0]).all() and (lead == lead[0]).all():
-            self.split = self._parts(len(bucket), int(lengths[0]), int(lead[0]))
-            seen = slice(int(lead[0]), int(lead[0]) + -(-int(lengths[0]) // self.split) * self.split)
-            self.gathering = Gathering(store, blocks, plan.dtype, seen)
-            if self.split > 1:
-                self._cut(int(lengths[0]))
-            return
-        self.gathering = Gathering(store, blocks, plan.dtype)
-        places = np.arange(blocks.shape[1] * size)
-        seen_places = (places >= lead[:, None]) & (places < (lead + lengths)[:, None])
-        hidden = torch.from_numpy(~seen_places)[:, None, None, :]
-        self.mask = torch.zeros(hidden.shape, dtype=plan.dtype).masked_fill_(hidden, float("-inf"))
-        if not store.uniform:
-            # Bytes once written as another type may read as NaN, which no mask silences.
-            self.hidden = hidden.transpose(-1, -2)
-
-    def _parts(self, sequences: int, length: int, lead: int) -> int:
-        """In how many parts a lone sequence is cut, so that every thread has its share of the heads."""
-        store, threads = self.plan.store, torch.get_num_threads()
-        parts = 1
-        if sequences == 1 and lead == 0 and store.uniform and not self.gathering_converts():
-            while (
-                (store.kv_heads * parts) % threads
-                and store.kv_heads * parts < 4 * threads
-                and length >= 2 * parts * _PART_TOKENS
-                and store.block_tokens % (2 * parts) == 0
-            ):
-                parts *= 2
-        return parts
-
-    def gathering_converts(self) -> bool:
-        """Whether keys and values are copied to another type when they are read."""
-        return any(part.dtype != self.plan.dtype for part in self.plan.store.parts)
-
-    def _cut(self, length: int) -> None:
-        """View the keys and values of the one sequence as a batch of equal parts; the last may have hidden slots."""
-        gathering, dim = self.gathering, self.plan.store.dim
-        _, heads, total, _ = gathering.keys.shape
-        part = total // self.split
-
-        def cut(whole: Tensor) -> Tensor:
-            strides = (part * dim, whole.stride(1), dim, 1)
-            return whole.as_strided((self.split, heads, part, dim), strides, whole.storage_offset())
-
-        gathering.keys, gathering.values = cut(gathering.keys), cut(gathering.values)
-        if length < total:
-            self.mask = torch.zeros(self.split, 1, 1, part, dtype=self.plan.dtype)
-            self.mask.view(-1)[length:] = float("-inf")
-
-    def run(self, slot: int, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-        plan = self.plan
-        keys, values = self.gathering.read(slot)
-        if self.hidden is not None:
-            keys, values = keys.masked_fill(self.hidden, 0), values.masked_fill(self.hidden, 0)
-        if not self.all_rows:
-            q = q[self.rows] if isinstance(self.rows, slice) else q.index_select(0, self.rows)
-        q = q.transpose(1, 2)
-        if self.split > 1:
-            q = q.expand(self.split, -1, -1, -1)
-        out, lse = attend(q, keys, values, scale=plan.scores.scale, mask=self.mask, softcap=plan.scores.softcap)
-        if self.split > 1:
-            share = torch.softmax(lse, dim=0).unsqueeze(-1).to(out.dtype)
-            out = (out * share).sum(0, keepdim=True)
-            lse = torch.logsumexp(lse, dim=0, keepdim=True)
-        return out.transpose(1, 2), lse.transpose(1, 2)
-
-
-def _token_bytes(store: PagedKV) -> int:
-    return store.group.layer.token_bytes(store.group.format)

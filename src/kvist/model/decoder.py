@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvist.cache.groups import Group
 from kvist.errors import UnsupportedModel
-from kvist.kernels.attention import AttentionPlan, Scores
+from kvist.kernels.attention import AttentionPlan
+from kvist.kernels.dense import Scores
 from kvist.model.linear import Gated, Linear, Logits, Residual, RMSNorm
 from kvist.model.mixers import AttentionMixer
 from kvist.model.rotary import Rotary, Rotation

@@ -92,6 +92,8 @@ class PagedKV:
         self.kv_heads = group.layer.kv_heads
         self.dim = group.layer.key_dim
         self.block_tokens = group.block_tokens
+        # Of one layer.
+        self.token_bytes = group.layer.token_bytes(group.format)
         self.blocks_per_slab = layout.blocks_per_slab[ordinal]
         key_run, value_run = group.head_run_bytes
         self.unit = gcd(layout.slab_bytes, group.block_bytes, key_run, value_run)
