@@ -141,11 +141,12 @@ class LongTail:
 
     def run(self, slot: int, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Attend in one layer: output ``[1, repeats, kv_heads, dim]`` and log-sum-exp."""
-        q = q[self.rows].transpose(1, 2).expand(self.parts, -1, -1, -1)
+        q = q[self.rows].transpose(1, 2)
         results = []
         for piece in self.pieces:
             piece.gathering.read(slot)
-            results.append(attend(q, piece.keys, piece.values, self.scores, mask=piece.mask))
+            parts = q.expand(piece.parts, -1, -1, -1)
+            results.append(attend(parts, piece.keys, piece.values, self.scores, mask=piece.mask))
         if len(results) == 1:
             out, lse = results[0]
         else:
@@ -159,6 +160,8 @@ class _Piece:
 
     def __init__(self, store: PagedKV, blocks: Index, left: int, parts: int, dtype: torch.dtype) -> None:
         held = min(len(blocks) * store.block_tokens, left)
+        # A part must hold at least one token: the mean of none is not a number.
+        self.parts = parts = parts if (parts - 1) * -(-held // parts) < held else 1
         part = -(-held // parts)
         self.gathering = Gathering(store, blocks[None], dtype)
 
