@@ -202,6 +202,27 @@ def test_a_tensor_too_many_is_named(llama, tmp_path):
         runner_of(resaved(llama, tmp_path, change))
 
 
+def test_a_decoder_inside_a_larger_model_is_found(llama, tmp_path):
+    """Models with a vision tower keep their decoder under a longer prefix; the tower is left out."""
+
+    def change(tensors):
+        for name in list(tensors):
+            tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
+        tensors["model.vision_tower.patch.weight"] = torch.ones(4)
+
+    inner = runner_of(resaved(llama, tmp_path, change))
+    prompts = prompts_of(30)
+    (_, found), (_, expected) = run_greedy(inner, prompts)[0], run_greedy(runner_of(llama), prompts)[0]
+    assert found.equal(expected)
+
+
+def test_f16_stays_close(llama):
+    import transformers
+
+    model = transformers.LlamaForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    assert worst_error(model, run_greedy(runner_of(llama, dtype="f16"), prompts_of(70, 4))) < 0.02
+
+
 def test_a_codec_or_type_that_is_not_computed_is_named(llama):
     spec = ModelSpec.read(llama)
     groups = groups_of(spec, CacheFormat(key="int8", value="f32"))

@@ -175,7 +175,8 @@ class SafetensorsTensors:
         """The name in the files: the decoder's prefix in place of ``model.``."""
         if name.startswith("model."):
             return self.prefix + name.removeprefix("model.")
-        return self.prefix.removesuffix("model.") + name if self.prefix.endswith("model.") else name
+        whole = self.prefix == "model." or self.prefix.endswith(".model.")
+        return self.prefix.removesuffix("model.") + name if whole else name
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """See :class:`Tensors`."""
