@@ -178,9 +178,13 @@ class Arena:
         self.kept[group][ids] = True
 
     def forget(self, group: int, ids: Ids) -> None:
-        """The prefix tree lets these blocks go; those without references become free."""
+        """The prefix tree lets these blocks go; those without references become free.
+
+        A fork may refer to blocks that its twin has given the tree, whether or not it uses their node.
+        """
         self.kept[group][ids] = False
-        idle = ids[self.refs[group][ids] == 0]
+        held = self.refs[group][ids]
+        idle = ids[held == 0] if held.any() else ids
         self._cached_count[group] -= idle.size
         self._give(group, idle)
 

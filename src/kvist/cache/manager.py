@@ -126,8 +126,11 @@ class CacheManager:
         self._windowed = [index for index, group in enumerate(self.groups) if group.layer.window is not None]
 
     def begin(self, tokens: npt.ArrayLike, key: PrefixKey = PrefixKey()) -> Sequence:  # noqa: B008 (frozen)
-        """A new sequence with these known tokens, int32 ``[size]``; it holds nothing yet."""
-        return Sequence(np.array(tokens, np.int32), key, len(self.groups))
+        """A new sequence with these known tokens, int32 ``[size]``; it holds nothing yet.
+
+        An int32 array is kept, not copied: it must not change afterwards.
+        """
+        return Sequence(np.asarray(tokens, np.int32), key, len(self.groups))
 
     def reserve(self, sequence: Sequence, budget: int, *, admit_chunk: int | None = None) -> Reservation:
         """Make room for up to ``budget`` more tokens of a sequence, no further than those that are known.

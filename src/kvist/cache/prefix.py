@@ -184,7 +184,9 @@ class PrefixTree:
             child = node.children.get(edge)
             if child is None:
                 blocks = [table[start // size : end // size].copy() for table in tables]
-                child = self._new(node, tokens[start:end].copy(), blocks, end)
+                run = tokens[start:end]
+                # A view would keep the whole prompt alive: not for the end of a long conversation.
+                child = self._new(node, run if 2 * run.size >= tokens.size else run.copy(), blocks, end)
                 for group, ids in enumerate(blocks):
                     self._arena.keep(group, ids if group not in self._windowed else ids[ids >= 0])
                 self.tokens += end - start
