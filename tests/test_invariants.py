@@ -5,8 +5,11 @@ test_cache_machine.py; the prefix key, agreeing groups and refusals in test_cach
 that hang up in test_server.py.
 """
 
+import json
 import random
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,9 @@ from kvist.cache.groups import groups_of
 from kvist.cache.manager import CacheManager
 from kvist.engine.answer import Event
 from kvist.engine.engine import Engine
+from kvist.engine.loop import EngineLoop
 from kvist.engine.sampler import SamplingParams
-from kvist.errors import DoesNotFit, EngineFailure, InputError
+from kvist.errors import DoesNotFit, EngineFailure, InputError, UnsupportedModel
 from kvist.planning.planner import plan
 from kvist.scheduler import Batch, Chunk, Limits, Request, Scheduler
 from kvist.spec.formats import CacheFormat
@@ -245,6 +249,56 @@ def test_a_step_that_fails_ends_its_requests_and_loses_nothing(directory: Path) 
     assert made.generate([[5] * 100], max_tokens=3, temperature=0)[0].account["prefix_hit_tokens"] == 0
 
 
+def test_an_interrupt_after_the_reservation_leaves_nothing_to_be_found(directory: Path) -> None:
+    made = engine(directory)
+    prompt = [(index * 7) % 250 for index in range(100)]
+    step = made.scheduler.step
+
+    def interrupted() -> Batch:
+        step()
+        raise KeyboardInterrupt
+
+    made.scheduler.step = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        made.generate([prompt], max_tokens=3)
+    made.scheduler.step = step  # type: ignore[method-assign]
+    assert list(made.cache.tree.nodes()) == []
+    answer = made.generate([prompt], max_tokens=4, temperature=0)[0]
+    assert answer.account["prefix_hit_tokens"] == 0
+    assert answer.tokens == engine(directory).generate([prompt], max_tokens=4, temperature=0)[0].tokens
+
+
+def test_threads_may_generate_at_the_same_time(directory: Path) -> None:
+    made = engine(directory)
+    prompts = [[(index * 7 + thread) % 250 for index in range(40)] for thread in range(6)]
+    alone = [engine(directory).generate([prompt], max_tokens=6, temperature=0)[0].tokens for prompt in prompts]
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda prompt: made.generate([prompt], max_tokens=6, temperature=0)[0].tokens, prompts))
+    assert answers == alone
+
+
+def test_a_listener_may_abort_while_others_submit(directory: Path) -> None:
+    """Listeners run without the engine's lock, so that no order of locks can block."""
+    loop = EngineLoop(engine(directory))
+    loop.start()
+    done = [threading.Event() for _ in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+    def client(number: int) -> None:
+        def listen(event: Event) -> None:
+            loop.abort(f"request-{number + 1}")
+            if event.finish_reason:
+                done[number].set()
+
+        loop.submit([number + 2] * 20, params, on_event=listen)
+
+    threads = [threading.Thread(target=client, args=(number,), daemon=True) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    assert all(event.wait(60) for event in done)
+    loop.stop(drain=True)
+
+
 def test_a_listener_that_fails_loses_its_request_only(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = engine(directory)
     events: list[Event] = []
@@ -260,8 +314,22 @@ def test_a_listener_that_fails_loses_its_request_only(directory: Path, caplog: p
 
 def test_bad_calls_are_named(directory: Path) -> None:
     made = engine(directory)
-    with pytest.raises(InputError, match="token id 100000 is not in 0"):
+    with pytest.raises(InputError, match="token id 100000 is not a whole number in 0"):
         made.generate([[100000]])
+    for name, value in [("seed", 1.5), ("stop", [1]), ("stop_token_ids", [[1]]), ("top_k", 1.5), ("logprobs", True)]:
+        with pytest.raises(InputError, match=name):
+            made.generate([[5] * 20], max_tokens=2, **{name: value})
+    for prompts in ("text", [[1.5]], [[True]], [b"x"]):
+        with pytest.raises(InputError, match="prompt"):
+            made.generate(prompts)  # type: ignore[arg-type]
+    for block in (0, -3, 1.5, "16"):
+        with pytest.raises(InputError, match="block_tokens"):
+            engine(directory, block_tokens=block)
+    with pytest.raises(InputError, match="format: 'bf16'"):
+        engine(directory, format="bf16")
+    with pytest.raises(DoesNotFit, match="cannot be allocated; this machine has"):
+        engine(directory, memory="500GiB")
+    assert made.generate([[5] * 20], max_tokens=2)[0].finish_reason
     with pytest.raises(InputError, match=r"temprature: is not a sampling parameter"):
         made.generate([[1]], temprature=1)
     with pytest.raises(InputError, match="dtype: 'int3' is not a compute type"):
@@ -273,6 +341,13 @@ def test_bad_calls_are_named(directory: Path) -> None:
     with pytest.raises(DoesNotFit, match="900 prompt tokens"):
         engine(directory, memory="64KiB").generate([[5] * 900], max_tokens=10)
     assert not made.has_work()
+
+
+def test_a_description_without_weights_is_not_mistaken_for_a_known_model(tmp_path: Path) -> None:
+    config = {**SIZES, "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5}
+    (tmp_path / "smollm2-135m.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="describes a model but holds no weights"):
+        Engine(tmp_path / "smollm2-135m.json")
 
 
 def test_the_plans_users_are_the_schedulers_users() -> None:

@@ -1,6 +1,7 @@
 """Continuous batching, chunked prefill, admission by memory, preemption: no tensors, exact decisions."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -28,6 +29,11 @@ WINDOW = Group(
     block_tokens=16,
     format=CacheFormat(),
 )
+
+
+# A window's block that is smaller than a slab can leave slabs scattered that the full group needs.
+FULL_LARGE = replace(FULL, layers=(0, 1, 2, 3, 4))
+WINDOW_SMALL = replace(WINDOW, layers=(5,))
 
 
 def scheduler(slabs: int, groups: tuple[Group, ...] = (FULL,), **limits: int) -> Scheduler:
@@ -138,13 +144,13 @@ def test_a_prompts_chunk_shrinks_to_what_windows_leave_room_for() -> None:
 
 @pytest.mark.parametrize("key", ["max_running", "max_batch_tokens", "max_context"])
 def test_limits_are_checked(key: str) -> None:
-    with pytest.raises(InputError, match=f"{key}: 0 is too small"):
+    with pytest.raises(InputError, match=f"{key}: 0; a whole number, at least 1"):
         Limits(**{key: 0})
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    groups=st.sampled_from([(FULL,), (WINDOW,), (FULL, WINDOW)]),
+    groups=st.sampled_from([(FULL,), (WINDOW,), (FULL, WINDOW), (FULL_LARGE, WINDOW_SMALL)]),
     slabs=st.integers(6, 40),
     batch_tokens=st.sampled_from([1, 7, 64, 300]),
     seed=st.integers(0, 1 << 30),
@@ -182,3 +188,20 @@ def test_everything_that_is_accepted_finishes_and_nothing_leaks(
         assert made.manager.arena.held(group) == 0
     made.manager.clear()
     assert made.manager.arena.free_slabs == made.manager.layout.num_slabs
+
+
+@pytest.mark.parametrize("prompt", [33, 60, 90, 110])
+@pytest.mark.parametrize("batch_tokens", [4, 16, 64])
+def test_a_request_as_long_as_the_arena_allows_ends(prompt: int, batch_tokens: int) -> None:
+    """Accepted is promised, however the window's few live blocks come to lie."""
+    for slabs in range(4, 14):
+        made = scheduler(slabs, (FULL_LARGE, WINDOW_SMALL), max_batch_tokens=batch_tokens)
+        if made.longest() <= prompt:
+            continue
+        for _ in range(2):
+            request = made.add("longest", range(prompt))
+            for _ in range(2000):
+                if not made.has_work():
+                    break
+                go(made)
+            assert request.generated == request.max_tokens == made.longest() + 1 - prompt

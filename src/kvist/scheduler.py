@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy.typing as npt
 
@@ -32,9 +32,21 @@ class Request:
         first_hit_tokens: prompt tokens found in the prefix tree when it was first admitted; None before.
         preemptions: times that it had to give its blocks back.
         arrived: when, in seconds since the epoch.
+        state: ``waiting``, ``running`` or ``ended``.
+        alone: it had to make room for itself, and is computed again with the whole arena, unshared.
     """
 
-    __slots__ = ("arrived", "first_hit_tokens", "id", "max_tokens", "preemptions", "prompt_tokens", "sequence")
+    __slots__ = (
+        "alone",
+        "arrived",
+        "first_hit_tokens",
+        "id",
+        "max_tokens",
+        "preemptions",
+        "prompt_tokens",
+        "sequence",
+        "state",
+    )
 
     def __init__(self, request_id: str, sequence: Sequence, max_tokens: int) -> None:
         self.id = request_id
@@ -44,6 +56,8 @@ class Request:
         self.first_hit_tokens: int | None = None
         self.preemptions = 0
         self.arrived = time.time()
+        self.alone = False
+        self.state: Literal["waiting", "running", "ended"] = "waiting"
 
     @property
     def generated(self) -> int:
@@ -108,8 +122,8 @@ class Limits:
     def __post_init__(self) -> None:
         for key in ("max_running", "max_batch_tokens", "max_context"):
             value = getattr(self, key)
-            if value < 1:
-                raise InputError(f"{key}: {value} is too small; at least 1", key=key)
+            if type(value) is not int or value < 1:
+                raise InputError(f"{key}: {value!r}; a whole number, at least 1", key=key)
 
 
 @dataclass(kw_only=True)
@@ -121,6 +135,7 @@ class Scheduler:
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
+    _withdrawn: int = 0
 
     def longest(self) -> int:
         """Longest sequence that a request may reach: the context, or what the cache holds of one sequence."""
@@ -191,7 +206,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step would find something to do."""
-        return bool(self.waiting or self.running)
+        return len(self.waiting) > self._withdrawn or bool(self.running)
 
     def step(self) -> Batch:
         """Choose what the next step computes, and reserve its memory."""
@@ -206,28 +221,46 @@ class Scheduler:
                 victim = self.running.pop()
                 self._preempt(victim)
                 preempted.append(victim)
+                if not self.running:
+                    self._isolate(victim)
                 continue
             budget -= self._schedule(chunks, request, reservation.limit)
             index += 1
         # Who just had to go would be the first to come back, and go again.
         while self.waiting and budget and not preempted and len(self.running) < self.limits.max_running:
+            if self.running and self.running[0].alone:
+                break
             request = self.waiting[0]
+            if request.state == "ended":
+                self.waiting.popleft()
+                self._withdrawn -= 1
+                continue
             reservation = self._reserve(request, budget, admit=True)
             if not reservation.granted and not self.running:
-                # Alone, and cached blocks are scattered over the slabs: it fits when it starts afresh.
-                self.manager.clear()
+                self._isolate(request)
                 reservation = self._reserve(request, budget, admit=True)
             if not reservation.granted:
                 break
             self.running.append(self.waiting.popleft())
+            request.state = "running"
             self._count_hit(request, reservation.hit_tokens)
             budget -= self._schedule(chunks, request, reservation.limit)
         return Batch(chunks, preempted)
 
+    def _isolate(self, request: Request) -> None:
+        """A lone request ran out of memory: its blocks lie scattered over slabs that another group needs.
+
+        Started afresh in an empty arena, with nothing cached in between, nobody beside it and the least in flight, each
+        group takes blocks from as few slabs as they fill: the sum by which it was accepted.
+        """
+        self.manager.clear()
+        request.alone = True
+        request.sequence.shared = False
+
     def _reserve(self, request: Request, budget: int, *, admit: bool = False) -> Reservation:
         """Room for a chunk of ``budget`` tokens, or for as large a part of it as memory allows."""
         sequence = request.sequence
-        chunk = min(budget, sequence.size - sequence.length)
+        chunk = min(budget, sequence.size - sequence.length, self._least_chunk if request.alone else budget)
         while True:
             reservation = self.manager.reserve(sequence, chunk, admit_chunk=chunk if admit else None)
             if reservation.granted or chunk <= self._least_chunk:
@@ -248,6 +281,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self.manager.release(request.sequence)
+        request.state = "waiting"
         request.preemptions += 1
         self.counters.preempted += 1
         self.waiting.appendleft(request)
@@ -264,25 +298,27 @@ class Scheduler:
 
     def finish(self, request: Request) -> None:
         """A request has ended, or is not wanted any more: its blocks go back at once."""
-        if request in self.running:
-            self.running.remove(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
-        else:
-            return
+        match request.state:
+            case "ended":
+                return
+            case "running":
+                self.running.remove(request)
+            case "waiting":
+                self._withdraw()
+        request.state = "ended"
         self.manager.release(request.sequence)
         self.counters.finished += 1
 
     def snapshot(self, text_of: Callable[[list[int]], str] | None = None) -> dict[str, Any]:
         """The cache's picture, the requests that live, and the totals."""
-        states = [(request, "running") for request in self.running] + [(request, "waiting") for request in self.waiting]
+        alive = [*self.running, *(request for request in self.waiting if request.state == "waiting")]
         groups = self.manager.groups
         return {
             **self.manager.snapshot({request.id: request.sequence for request in self.running}, text_of),
             "requests": [
                 {
                     "id": request.id,
-                    "state": state,
+                    "state": request.state,
                     "prompt_tokens": request.prompt_tokens,
                     "output_tokens": request.generated,
                     "length": request.sequence.length,
@@ -292,14 +328,25 @@ class Scheduler:
                     "planned_bytes": allocated_bytes(groups, request.sequence.length, request.sequence.in_flight),
                     "age_seconds": time.time() - request.arrived,
                 }
-                for request, state in states
+                for request in alive
             ],
             "counters": asdict(self.counters),
         }
 
-    def fail(self, batch: Batch) -> list[Request]:
+    def _withdraw(self) -> None:
+        """One more request in the queue has ended; the queue is swept when most of it has."""
+        self._withdrawn += 1
+        if self._withdrawn > 64 and 2 * self._withdrawn > len(self.waiting):
+            # The one that is being withdrawn still counts as waiting: it is left for its turn.
+            self.waiting = deque(request for request in self.waiting if request.state != "ended")
+            self._withdrawn = 1
+
+    def fail(self) -> list[Request]:
         """A step failed before its keys and values were stored: drop its requests and all that it was to store."""
-        failed = [chunk.request for chunk in batch.chunks]
+        failed = [request for request in (*self.running, *self.waiting) if request.sequence.in_flight]
         self.manager.abandon([request.sequence for request in failed])
-        self.running = [request for request in self.running if request not in failed]
+        for request in failed:
+            request.state = "ended"
+            self._withdrawn += request in self.waiting
+        self.running = [request for request in self.running if request.state == "running"]
         return failed

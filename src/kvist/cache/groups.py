@@ -18,11 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvist.errors import InputError
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Attention
 from kvist.spec.model import ModelSpec
 
 DEFAULT_BLOCK_TOKENS = 16
+MAX_BLOCK_TOKENS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +101,15 @@ class Group:
 
 
 def groups_of(spec: ModelSpec, fmt: CacheFormat, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> tuple[Group, ...]:
-    """Gather a model's layers into groups, in the order in which their first layers appear."""
+    """Gather a model's layers into groups, in the order in which their first layers appear.
+
+    Raises:
+        InputError: ``block_tokens`` is not a whole number of tokens, or no vector can be stored so.
+    """
+    if type(block_tokens) is not int or not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
+        raise InputError(
+            f"block_tokens: {block_tokens!r}; a whole number of tokens, 1 to {MAX_BLOCK_TOKENS}", key="block_tokens"
+        )
     members: dict[Attention, list[int]] = {}
     for index, layer in enumerate(spec.layers):
         members.setdefault(layer, []).append(index)

@@ -40,6 +40,7 @@ class Sequence:
         prompt_size: tokens known when it began, or when it was last released.
         length: tokens whose keys and values are stored.
         in_flight: tokens beyond them that the step under way stores.
+        shared: whether the tree is asked for its prefix, and given its blocks.
         tables: per group, int64 ``[blocks]`` from position 0; -1 where a window gave the block back.
         given_back: per group, leading blocks given back.
         hit_tokens: prompt tokens that were found in the tree.
@@ -47,7 +48,7 @@ class Sequence:
 
     __slots__ = (
         "begun", "given_back", "hit_tokens", "in_flight", "key", "length", "node",
-        "prompt_size", "published", "size", "tables", "tokens",
+        "prompt_size", "published", "shared", "size", "tables", "tokens",
     )  # fmt: skip
 
     def __init__(self, tokens: npt.NDArray[np.int32], key: PrefixKey, groups: int) -> None:
@@ -56,6 +57,7 @@ class Sequence:
         self.size = self.prompt_size = tokens.size
         self.length = 0
         self.in_flight = 0
+        self.shared = True
         self.tables: list[Ids] = [_NO_BLOCKS] * groups
         self.given_back = [0] * groups
         self.hit_tokens = 0
@@ -176,7 +178,7 @@ class CacheManager:
         return Reservation(True, limit, match.tokens if match else 0)
 
     def _match(self, sequence: Sequence) -> Match:
-        if not self.prefix_cache:
+        if not (self.prefix_cache and sequence.shared):
             return Match(tokens=0, nodes=[], blocks=[_NO_BLOCKS] * len(self.groups))
         return self.tree.match(sequence.key, sequence.tokens, sequence.size - 1)
 
@@ -208,13 +210,14 @@ class CacheManager:
         start = sequence.published
         if (
             self.prefix_cache
+            and sequence.shared
             and end > start
             and not self.tree.has_edge(sequence.key, sequence.node, sequence.tokens, start)
         ):
             self._publish(sequence, end)
 
     def _publish(self, sequence: Sequence, end: int) -> None:
-        if self.prefix_cache and end > sequence.published:
+        if self.prefix_cache and sequence.shared and end > sequence.published:
             sequence.node = self.tree.insert(
                 sequence.key, sequence.node, sequence.tokens, sequence.tables, sequence.published, end
             )
@@ -240,8 +243,8 @@ class CacheManager:
 
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Give back everything that a sequence holds; the tree keeps its whole blocks unless ``keep`` is False."""
-        # What was reserved and never stored must not stay in the tree: that is for abandon().
-        if keep and sequence.published <= sequence.length:
+        stored = not sequence.in_flight
+        if keep and stored:
             self._publish(sequence, sequence.length // self.block_tokens * self.block_tokens)
             self.tree.seal(sequence.node)
         for group, table in enumerate(sequence.tables):
@@ -251,6 +254,9 @@ class CacheManager:
             if self._windowed:
                 self.tree.mark_stale(sequence.node)
             self.tree.let_go(sequence.node)
+            if not stored:
+                # What was reserved and never stored must not be found by anyone.
+                self.tree.forget_unsealed()
         sequence.tables = [_NO_BLOCKS] * len(self.groups)
         sequence.given_back = [0] * len(self.groups)
         sequence.node = None
@@ -262,7 +268,6 @@ class CacheManager:
         """Release the sequences of a step that failed, and forget what it was to store."""
         for sequence in sequences:
             self.release(sequence, keep=False)
-        self.tree.forget_unsealed()
 
     def clear(self) -> None:
         """Forget every cached block, and take back the slabs that are free then."""

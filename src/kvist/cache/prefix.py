@@ -260,10 +260,11 @@ class PrefixTree:
             node = node.parent
 
     def forget_unsealed(self) -> None:
-        """Forget what a failed step was to compute; its sequences have let go of it."""
+        """Forget what a failed step was to compute, as far as its sequences have let go of it."""
         for node in reversed([node for node in self.nodes() if not node.sealed]):
-            self._cut(node, 0)
-            self._remove(node)
+            if not node.users and not node.children:
+                self._cut(node, 0)
+                self._remove(node)
 
     # -- reclaim --------------------------------------------------------------------------------------------
 
@@ -351,6 +352,12 @@ class PrefixTree:
         for root in self._roots.values():
             for child in root.children.values():
                 yield from self._below(child)
+
+    def key_of(self, node: Node) -> PrefixKey:
+        """The key under which a node's prefix is shared."""
+        while node.parent is not None:
+            node = node.parent
+        return self._root_keys[node.id]
 
     def _below(self, node: Node) -> Iterator[Node]:
         stack = [node]

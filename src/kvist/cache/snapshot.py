@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvist.cache.reclaim import Node
+
 if TYPE_CHECKING:
     from kvist.cache.manager import CacheManager, Sequence
 
@@ -99,6 +101,11 @@ def _runs(breaks: npt.NDArray[np.bool_], *, empty: bool = False) -> Iterable[tup
     return [(start, end - start) for start, end in zip(starts, ends, strict=True)]
 
 
+def _salted(manager: "CacheManager", node: Node) -> bool:
+    """Whether a tenant keeps this prefix to itself: its text is nobody else's to read."""
+    return bool(manager.tree.key_of(node).salt)
+
+
 def _tree(manager: "CacheManager", text_of: Callable[[list[int]], str] | None) -> dict[str, Any]:
     nodes = sorted(manager.tree.nodes(), key=lambda node: node.tokens.size, reverse=True)
     return {
@@ -110,7 +117,9 @@ def _tree(manager: "CacheManager", text_of: Callable[[list[int]], str] | None) -
                 "tokens": int(node.tokens.size),
                 "users": node.users,
                 "last_used": node.last_used,
-                "text": text_of(node.tokens[:_TEXT_TOKENS].tolist()) if text_of else None,
+                "text": text_of(node.tokens[:_TEXT_TOKENS].tolist())
+                if text_of and not _salted(manager, node)
+                else None,
             }
             for node in nodes[:MOST_NODES]
         ],

@@ -23,23 +23,22 @@ def generate(args: Namespace) -> int:
     template), dtype, memory, key, value, block, no_cache, json. Text streams to standard output, all else goes to
     standard error; with ``json`` the answer is one JSON object.
     """
-    engine = Engine(*([args.model] if args.model else []), **_settings(args))
     given: dict[str, Any] = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
     params = SamplingParams(**{"max_tokens": _DEFAULT_MAX_TOKENS, "stop": tuple(args.stop or ()), **given})
+    engine = Engine(*([args.model] if args.model else []), **_settings(args))
     prompt, how = _prompt(engine, args.prompt, args.chat)
-    _note(f"{engine.model_id}, computing in {engine.dtype}, cache {engine.format}, {how}")
-
     answer = Answer(prompt_tokens=len(prompt))
-
-    def listen(event: Event) -> None:
-        answer.add(event)
-        if not args.json:
-            print(event.text, end="", flush=True)
-
-    engine.submit(prompt, params, on_event=listen)
+    events: list[Event] = []
+    engine.submit(prompt, params, on_event=events.append)
+    _note(f"{engine.model_id}, computing in {engine.dtype}, cache {engine.format}, {how}")
     try:
         while answer.finish_reason is None:
             engine.step()
+            for event in events:
+                answer.add(event)
+                if not args.json:
+                    print(event.text, end="", flush=True)
+            events.clear()
     finally:
         if not args.json:
             print(flush=True)

@@ -7,8 +7,8 @@
            -> runner.run                    keys, values, logits
            -> scheduler.commit, sampler     tokens; events to whoever asked         } the lock is held
 
-One thread calls :meth:`Engine.step`; the other methods are safe from any thread. An :class:`Engine` is used
-directly, or handed to :class:`kvist.engine.loop.EngineLoop`, never both at once.
+Every method is safe from any thread. Steps follow one another, whoever calls them; listeners are called between
+them, without the lock. An :class:`Engine` is used directly, or handed to :class:`kvist.engine.loop.EngineLoop`.
 """
 
 import itertools
@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,14 @@ from kvist.engine.generation import Generation
 from kvist.engine.runner import Runner
 from kvist.engine.sampler import Sampled, Sampler, SamplingParams
 from kvist.engine.tokenizer import Tokenizer
-from kvist.errors import EngineFailure, InputError
+from kvist.errors import EngineFailure, InputError, UnsupportedModel
 from kvist.model_files import locate
 from kvist.planning.capacity import allocated_bytes
 from kvist.scheduler import Batch, Limits, Request, Scheduler
 from kvist.spec.formats import CacheFormat
+from kvist.spec.known import KNOWN
 from kvist.spec.model import ModelSpec
+from kvist.store.layouts import check_format
 from kvist.units import parse_size
 
 _log = logging.getLogger("kvist")
@@ -51,6 +53,25 @@ def best_dtype() -> str:
     """``bf16`` where this machine multiplies bf16 matrices in hardware, else ``f32``."""
     capable = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return "bf16" if capable else "f32"
+
+
+def with_weights(spec: ModelSpec) -> ModelSpec:
+    """The same model with its file on disk; a known name's is fetched.
+
+    Raises:
+        UnsupportedModel: it was read from a description without weights.
+        KvistError: it cannot be fetched.
+    """
+    if spec.path is not None:
+        return spec
+    # By its source, not by its name: a config.json may be called anything.
+    if spec.name not in KNOWN or spec.source != KNOWN[spec.name].source:
+        raise UnsupportedModel(
+            f"model: {spec.source} describes a model but holds no weights; name its directory with safetensors, or a "
+            f".gguf file",
+            key="model",
+        )
+    return replace(ModelSpec.read(locate(spec.name)), name=spec.name)
 
 
 class Engine:
@@ -89,22 +110,27 @@ class Engine:
     ) -> None:
         if dtype is not None and dtype not in DTYPES:
             raise InputError(f"dtype: {dtype!r} is not a compute type; choose one of {', '.join(DTYPES)}", key="dtype")
+        if format is not None and not isinstance(format, CacheFormat):
+            raise InputError(f"format: {format!r}; write kvist.CacheFormat(key=…, value=…)", key="format")
         spec = model if isinstance(model, ModelSpec) else ModelSpec.read(model)
-        if spec.path is None:
-            spec = replace(ModelSpec.read(locate(spec.name)), name=spec.name)
+        if dtype == "f16" and str(spec.config["model_type"]).startswith("gemma"):
+            raise InputError("dtype: Gemma's activations overflow f16; choose bf16 or f32", key="dtype")
         if max_context is not None and not 1 <= max_context <= spec.max_context:
             raise InputError(
                 f"max_context: {max_context}; {spec.name} was made for 1 to {spec.max_context} tokens",
                 key="max_context",
             )
-        self.spec = spec
         self.dtype = dtype or best_dtype()
         self.format = format or CacheFormat(key=self.dtype, value=self.dtype)
         self.groups = groups_of(spec, self.format, block_tokens)
+        for group in self.groups:
+            check_format(group)
         layout = ArenaLayout.of(self.groups, parse_size(memory, key="memory"))
         limits = Limits(
             max_running=max_running, max_batch_tokens=max_batch_tokens, max_context=max_context or spec.max_context
         )
+        # All that can be refused has been: only now is anything fetched or loaded.
+        self.spec = spec = with_weights(spec)
         self.tokenizer = Tokenizer.read(spec)
         self.runner = Runner(spec, self.groups, layout, dtype=self.dtype)
         self.cache = CacheManager(self.groups, layout, prefix_cache=prefix_cache and reuse)
@@ -118,7 +144,9 @@ class Engine:
         self._generations: dict[str, Generation] = {}
         self._aborts: set[str] = set()
         self._ids = itertools.count(1)
+        self._events: deque[tuple[Generation, Event]] = deque()
         self._lock = threading.RLock()
+        self._stepping = threading.Lock()
         self._recent: deque[tuple[float, int]] = deque(maxlen=256)
 
     @property
@@ -159,13 +187,19 @@ class Engine:
             DoesNotFit: it could never fit; the message shows the sum.
         """
         vocabulary: int = self.spec.config["vocab_size"]
-        unknown = next((token for token in prompt if not 0 <= token < vocabulary), None)
-        if unknown is not None:
-            raise InputError(f"prompt: token id {unknown} is not in 0 … {vocabulary - 1}", key="prompt")
+        for token in prompt:
+            if type(token) is not int or not 0 <= token < vocabulary:
+                raise InputError(
+                    f"prompt: token id {token!r} is not a whole number in 0 … {vocabulary - 1}", key="prompt"
+                )
         key = self.prefix_key(cache_salt)
         with self._lock:
             request = self.scheduler.add(f"request-{next(self._ids)}", list(prompt), params.max_tokens, key)
-            self._generations[request.id] = Generation(request, params, self.tokenizer, on_event)
+            try:
+                self._generations[request.id] = Generation(request, params, self.tokenizer, on_event)
+            except BaseException:
+                self.scheduler.finish(request)
+                raise
         return request.id
 
     def prefix_key(self, cache_salt: str) -> PrefixKey:
@@ -204,10 +238,16 @@ class Engine:
             params = SamplingParams.of(sampling)
         elif sampling:
             raise InputError(f"{next(iter(sampling))}: give params or single fields, not both", key="params")
+        if isinstance(prompts, str | bytes):
+            raise InputError(
+                "prompts: one text was given; give a list of texts or of lists of token ids", key="prompts"
+            )
         answers: list[Answer] = []
         ids: list[str] = []
         try:
             for prompt in prompts:
+                if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+                    raise InputError(f"prompt: {prompt!r} is neither a text nor a list of token ids", key="prompt")
                 tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
                 answer = Answer(prompt_tokens=len(tokens))
                 ids.append(self.submit(tokens, params, cache_salt=cache_salt, on_event=answer.add))
@@ -219,6 +259,7 @@ class Engine:
                 self.abort(request_id)
             with self._lock:
                 self._apply_aborts()
+            self._deliver()
             raise
         failed = next((answer for answer in answers if answer.finish_reason == "error"), None)
         if failed:
@@ -229,23 +270,33 @@ class Engine:
 
     def step(self) -> Batch:
         """Compute one batch, and tell everyone who waits for it what came of it."""
+        with self._stepping:
+            try:
+                return self._step()
+            finally:
+                self._deliver()
+
+    def _step(self) -> Batch:
         with self._lock:
             self._apply_aborts()
-            batch = self.scheduler.step()
-            now = time.perf_counter()
-            for chunk in batch.chunks:
-                generation = self._generations[chunk.request.id]
-                generation.started = generation.started or now
-        if not batch.chunks:
-            return batch
+        batch = Batch([], [])
         try:
+            with self._lock:
+                batch = self.scheduler.step()
+                now = time.perf_counter()
+                for chunk in batch.chunks:
+                    generation = self._generations[chunk.request.id]
+                    generation.started = generation.started or now
+            if not batch.chunks:
+                return batch
             logits = self.runner.run(batch)
             sampling = [self._generations[chunk.request.id] for chunk in batch.chunks if chunk.samples]
             sampled = Sampler.sample(logits, [generation.sampler for generation in sampling])
         except BaseException as error:
             with self._lock:
-                _log.exception("a step failed")
-                for request in self.scheduler.fail(batch):
+                if isinstance(error, Exception):
+                    _log.exception("a step failed")
+                for request in self.scheduler.fail():
                     failure = Event(finish_reason="error", error=f"{type(error).__name__}: {error}")
                     self._end(self._generations[request.id], failure)
             if not isinstance(error, Exception):
@@ -266,7 +317,7 @@ class Engine:
             return
         if not self.reuse:
             self.cache.release(generation.request.sequence, keep=False)
-        self._tell(generation, event)
+        self._events.append((generation, event))
 
     def _end(self, generation: Generation, event: Event) -> None:
         """A request is over: its account is taken, and its blocks go back before anyone hears of it."""
@@ -275,16 +326,18 @@ class Engine:
         self.scheduler.finish(request)
         del self._generations[request.id]
         self._aborts.discard(request.id)
-        self._tell(generation, replace(event, account=account.to_dict(), timing=generation.timing()))
+        self._events.append((generation, replace(event, account=account.to_dict(), timing=generation.timing())))
 
-    def _tell(self, generation: Generation, event: Event) -> None:
-        try:
-            generation.on_event(event)
-        except Exception:
-            # Whoever asked is gone; the others go on.
-            _log.exception("a listener of %s failed", generation.request.id)
-            if generation.request.id in self._generations:
-                self._aborts.add(generation.request.id)
+    def _deliver(self) -> None:
+        """Tell the listeners, without the lock: they may call back from any thread."""
+        while self._events:
+            generation, event = self._events.popleft()
+            try:
+                generation.on_event(event)
+            except Exception:
+                # Whoever asked is gone; the others go on.
+                _log.exception("a listener of %s failed", generation.request.id)
+                self.abort(generation.request.id)
 
     def _account(self, request: Request) -> Account:
         sequence = request.sequence
@@ -311,6 +364,7 @@ class Engine:
         with self._lock:
             for generation in list(self._generations.values()):
                 self._end(generation, Event(finish_reason=reason, error=error))
+        self._deliver()
 
     # -- look -----------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvist.cache.arena import ArenaLayout
 from kvist.cache.groups import Group
 from kvist.cache.manager import BlockCopy
+from kvist.errors import DoesNotFit
 from kvist.kernels.attention import AttentionPlan, Span
 from kvist.kernels.sharing import sharing_order
 from kvist.model.decoder import Decoder, Step
@@ -17,6 +18,7 @@ from kvist.model.weights import dtype_named
 from kvist.scheduler import Batch, Chunk
 from kvist.spec.model import ModelSpec
 from kvist.store.layouts import PagedKV, Scratch, check_format
+from kvist.units import format_size
 
 
 class Runner:
@@ -43,9 +45,9 @@ class Runner:
             check_format(group)
         torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
         with torch.inference_mode():
-            self.decoder = Decoder(spec, groups, compute)
             # Zeroed, so that what no token has written yet is a number.
-            self.arena = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+            self.arena = _zeros(layout.total_bytes)
+            self.decoder = Decoder(spec, groups, compute)
             scratch = Scratch()
             self.stores = [PagedKV(self.arena, g, layout, number, scratch) for number, g in enumerate(groups)]
         self.arena_bytes = self.arena.numel()
@@ -107,3 +109,15 @@ class Runner:
             ],
             sampled=torch.from_numpy(sampled),
         )
+
+
+def _zeros(size: int) -> Tensor:
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else size
+    try:
+        if size > machine:
+            raise MemoryError
+        return torch.zeros(size, dtype=torch.uint8)
+    except (RuntimeError, MemoryError) as error:
+        raise DoesNotFit(
+            f"memory: {format_size(size)} cannot be allocated; this machine has {format_size(machine)} in all"
+        ) from error

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvist.errors import InputError
+from kvist.errors import EngineFailure, InputError
 
 _MAX_LOGPROBS = 20
 
@@ -53,6 +53,14 @@ class SamplingParams:
             if not fine:
                 raise InputError(f"{key}: {getattr(self, key)!r} is out of range; {right}", key=key)
 
+        for key in ("temperature", "top_p", "min_p"):
+            check(key, isinstance(getattr(self, key), int | float), "a number")
+        for key in ("top_k", "seed", "max_tokens", "logprobs"):
+            value = getattr(self, key)
+            check(key, type(value) is int or (value is None and key != "top_k"), "a whole number")
+        check("ignore_eos", isinstance(self.ignore_eos, bool), "true or false")
+        check("stop", all(isinstance(text, str) for text in self.stop), "texts")
+        check("stop_token_ids", all(type(token) is int for token in self.stop_token_ids), "token ids")
         check("temperature", 0 <= self.temperature <= 100, "0 to 100")
         check("top_k", self.top_k >= 0, "0 (all) or more")
         check("top_p", 0 < self.top_p <= 1, "above 0, at most 1")
@@ -126,7 +134,8 @@ class Sampler:
         if self.generator is None:
             return int(logits.argmax())
         params = self.params
-        values, tokens = logits / params.temperature, None
+        # The largest becomes 0 first, so that a tiny temperature sends the others to minus infinity and nothing to NaN.
+        values, tokens = (logits - logits.max()) / params.temperature, None
         if params.min_p > 0:
             # p >= min_p x max(p), in logits.
             values = values.masked_fill(values < values.max() + torch.tensor(params.min_p).log(), -torch.inf)
@@ -153,6 +162,8 @@ class Sampler:
             samplers: one a row; their random states advance.
         """
         with torch.inference_mode():
+            if not bool(torch.isfinite(logits.amax(-1)).all()):
+                raise EngineFailure("the model's logits are not finite numbers; try another compute type")
             if all(sampler.params.greedy for sampler in samplers):
                 tokens = logits.argmax(-1).tolist()
             else:
