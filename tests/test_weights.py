@@ -34,8 +34,8 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, rows, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_llama(path, model, *, skip=(), extra=()):
-    """Write a Llama, each matrix as another type, and give the model the values that the file then holds."""
+def write_llama(path, model, *, types=TYPES, skip=(), extra=()):
+    """Write a Llama, its matrices as ``types`` in turn, and give the model the values that the file then holds."""
     config = model.config
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(config.num_hidden_layers)
@@ -54,7 +54,7 @@ def write_llama(path, model, *, skip=(), extra=()):
         if values.ndim == 1:
             writer.add_tensor(gguf_name(name), values)
             continue
-        kind = GGMLQuantizationType[TYPES[matrices % len(TYPES)]]
+        kind = GGMLQuantizationType[types[matrices % len(types)]]
         matrices += 1
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
         stored = quantize(interleaved(values, heads) if heads else values, kind)

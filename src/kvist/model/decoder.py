@@ -140,15 +140,18 @@ class GatedMLP:
     def __init__(self, checkpoint: Checkpoint, config: Mapping[str, Any], prefix: str) -> None:
         hidden, inner = config["hidden_size"], config["intermediate_size"]
         bias = bool(config.get("mlp_bias"))
-        names = ("gate_proj", "up_proj")
+        names = [f"{prefix}.{part}" for part in ("gate_proj", "up_proj")]
+        weights = [f"{name}.weight" for name in names]
         self.gate_up = Gated(
-            checkpoint.rows([f"{prefix}.{name}.weight" for name in names], [(inner, hidden)] * 2),
-            checkpoint.rows([f"{prefix}.{name}.bias" for name in names], [(inner,)] * 2) if bias else None,
+            checkpoint.rows(weights, [(inner, hidden)] * 2),
+            checkpoint.rows([f"{name}.bias" for name in names], [(inner,)] * 2) if bias else None,
             config["hidden_act"],
+            checkpoint.four_bit(weights),
         )
         self.down = Linear(
             checkpoint.tensor(f"{prefix}.down_proj.weight", (hidden, inner)),
             checkpoint.tensor(f"{prefix}.down_proj.bias", (hidden,)) if bias else None,
+            checkpoint.four_bit([f"{prefix}.down_proj.weight"]),
         )
 
     def __call__(self, x: Tensor) -> Tensor:

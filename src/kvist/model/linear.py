@@ -1,7 +1,8 @@
 """The operators of a decoder's weights: products, gated products, norms.
 
 In bf16 the weights are laid out once as oneDNN wants them. Its plain entry point would reorder them in every call,
-which costs as much as the product itself while few tokens are computed.
+which costs as much as the product itself while few tokens are computed. Weights that a file holds in 4 bits are kept
+packed as well, for steps of few rows.
 """
 
 from functools import cache
@@ -9,6 +10,8 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kvist.model.packed import FEW_ROWS, FewRows, FourBit
 
 # oneDNN chooses the same layout for all row counts that were tried; any hint will do.
 _ROWS_HINT = 64
@@ -31,16 +34,20 @@ class Linear:
     Args:
         weight: ``[outputs, inputs]``.
         bias: ``[outputs]`` or None.
+        four_bit: the same weight as codes, or None.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, four_bit: FourBit | None = None) -> None:
         self.bias = bias
+        self.few_rows = None if four_bit is None else FewRows(four_bit, bias)
         packed = can_pack(weight.dtype)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT) if packed else weight
         self.call = torch.ops.mkldnn._linear_pointwise.default if packed else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, inputs]`` to ``[rows, outputs]``."""
+        if self.few_rows is not None and len(x) <= FEW_ROWS:
+            return self.few_rows(x)
         if self.call is None:
             return F.linear(x, self.weight, self.bias)
         out: Tensor = self.call(x, self.weight, self.bias, "none", [], "")
@@ -75,11 +82,13 @@ class Gated:
         weight: the gate's rows, then as many of the other factor's: ``[2 x outputs, inputs]``.
         bias: likewise, or None.
         activation: ``silu`` or ``gelu_pytorch_tanh``.
+        four_bit: the same weight as codes, or None.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str, four_bit: FourBit | None = None) -> None:
         self.width = weight.shape[0] // 2
         self.gelu = activation == "gelu_pytorch_tanh"
+        self.few_rows = None if four_bit is None else FewRows(four_bit, bias)
         self.fused = can_pack(weight.dtype)
         if self.fused:
             biases = (None, None) if bias is None else torch.split(bias, self.width)
@@ -90,13 +99,17 @@ class Gated:
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, inputs]`` to ``[rows, outputs]``."""
+        if self.few_rows is not None and len(x) <= FEW_ROWS:
+            return self._product(self.few_rows(x))
         if self.fused:
             pointwise = torch.ops.mkldnn._linear_pointwise
             attribute, algorithm = ("gelu", "tanh") if self.gelu else ("swish", "")
             gate = pointwise.default(x, self.gate.weight, self.gate.bias, attribute, [], algorithm)
             out: Tensor = pointwise.binary(x, gate, self.up.weight, self.up.bias, "mul")
             return out
-        both = self.both(x)
+        return self._product(self.both(x))
+
+    def _product(self, both: Tensor) -> Tensor:
         gate = both[:, : self.width]
         gate = F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)
         return gate.mul_(both[:, self.width :])

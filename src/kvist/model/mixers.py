@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvist.kernels.attention import AttentionPlan
 from kvist.model.linear import Linear, RMSNorm
+from kvist.model.packed import GROUP
 from kvist.model.rotary import Rotation
 from kvist.model.weights import Checkpoint
 
@@ -39,20 +40,34 @@ class AttentionMixer:
         bias = bool(config.get("attention_bias"))
         widths = (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads))
 
+        def named(kind: str) -> list[str]:
+            return [f"{prefix}.{part}.{kind}" for part, _ in widths]
+
         def stacked(kind: str, tail: tuple[int, ...]) -> Tensor:
-            rows = checkpoint.rows(
-                [f"{prefix}.{part}.{kind}" for part, _ in widths], [(count * dim, *tail) for _, count in widths]
-            )
+            return by_repeats(checkpoint.rows(named(kind), [(count * dim, *tail) for _, count in widths]))
+
+        def by_repeats(rows: Tensor) -> Tensor:
             queries = rows[: heads * dim].view(kv_heads, self.repeats, dim, -1)
-            rows[: heads * dim] = queries.transpose(0, 1).reshape(heads * dim, *tail)
+            rows[: heads * dim] = queries.transpose(0, 1).reshape(heads * dim, *rows.shape[1:])
             return rows
 
-        self.qkv = Linear(stacked("weight", (hidden,)), stacked("bias", ()) if bias else None)
-        output = checkpoint.tensor(f"{prefix}.o_proj.weight", (hidden, heads * dim))
-        output = output.view(hidden, kv_heads, self.repeats, dim).transpose(1, 2).reshape(hidden, heads * dim)
+        def columns_by_repeats(weight: Tensor) -> Tensor:
+            return weight.view(hidden, kv_heads, self.repeats, -1).transpose(1, 2).reshape(weight.shape)
+
+        self.qkv = Linear(
+            stacked("weight", (hidden,)),
+            stacked("bias", ()) if bias else None,
+            checkpoint.four_bit(named("weight"), by_repeats),
+        )
+        name = f"{prefix}.o_proj"
         # Qwen 2 has biases on the way in only.
         output_bias = bias and config["model_type"] != "qwen2"
-        self.output = Linear(output, checkpoint.tensor(f"{prefix}.o_proj.bias", (hidden,)) if output_bias else None)
+        self.output = Linear(
+            columns_by_repeats(checkpoint.tensor(f"{name}.weight", (hidden, heads * dim))),
+            checkpoint.tensor(f"{name}.bias", (hidden,)) if output_bias else None,
+            # A head that is no whole number of groups could not take its scales along.
+            checkpoint.four_bit([f"{name}.weight"], columns_by_repeats) if dim % GROUP == 0 else None,
+        )
         self.norm: RMSNorm | None = None
         if config["model_type"] in ("qwen3", "gemma3", "gemma3_text"):
             multipliers = torch.cat(

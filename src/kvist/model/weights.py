@@ -5,7 +5,7 @@ so that never more than one layer exists twice.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from kvist.errors import BadFile, InputError, UnsupportedModel
+from kvist.model.packed import FourBit, can_multiply
+from kvist.spec.gguf import GGUFTensor, read_gguf
 from kvist.spec.model import ModelSpec
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -44,6 +46,9 @@ class Tensors(Protocol):
 
     def read(self, name: str, into: Tensor) -> None:
         """Copy a tensor into ``into``, of the same shape and any floating type."""
+
+    def four_bit(self, name: str) -> FourBit | None:
+        """A matrix as its codes, where it is stored as such."""
 
     def names(self) -> Iterable[str]:
         """All tensors of the decoder; other parts of a model, such as a vision tower, are left out."""
@@ -102,6 +107,29 @@ class Checkpoint:
         for name, shape, part in zip(names, shapes, torch.split(stacked, heights), strict=True):
             self.read(name, shape, part)
         return stacked
+
+    def four_bit(self, names: Sequence[str], move: Callable[[Tensor], Tensor] | None = None) -> FourBit | None:
+        """Several matrices stacked along their rows, as :meth:`rows` reads them, but as codes of 4 bits.
+
+        Args:
+            names: of matrices that were read, and found to have the right shapes.
+            move: reorders rows, or columns by whole groups; see :meth:`FourBit.moved`.
+
+        Returns:
+            None where one of them is stored otherwise, or where products with codes are not computed.
+        """
+        if self.dtype != torch.bfloat16:
+            return None
+        parts: list[FourBit] = []
+        for name in names:
+            part = self.tensors.four_bit(name)
+            if part is None:
+                return None
+            parts.append(part)
+        codes = FourBit.stack(parts)
+        if not can_multiply(len(codes.codes)):
+            return None
+        return codes if move is None else codes.moved(move)
 
     def norm(self, name: str, width: int) -> Tensor:
         """Read the multiplier of a norm, float32 ``[width]``."""
@@ -193,6 +221,10 @@ class SafetensorsTensors:
             )
         into.copy_(self.files[stored].get_tensor(stored))
 
+    def four_bit(self, name: str) -> FourBit | None:
+        """See :class:`Tensors`."""
+        return None
+
     def names(self) -> Iterable[str]:
         """See :class:`Tensors`."""
         for stored in self.headers:
@@ -235,8 +267,6 @@ class GGUFTensors:
     """A GGUF file, mapped; quantised tensors are unpacked as they are read."""
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
-        from kvist.spec.gguf import read_gguf
-
         header = read_gguf(path)
         self.name = str(path)
         self.entries = header.tensor_by_name
@@ -283,17 +313,35 @@ class GGUFTensors:
                 key=entry.name,
             )
         height = entry.shape[0] if len(entry.shape) > 1 else 1
-        raw = self.bytes[entry.offset : entry.offset + entry.bytes].reshape(height, -1)
-        target = into.view(height, -1)
-        heads = next((count for part, count in self.permuted_heads.items() if part in name), None)
-        if heads is not None:
-            # llama.cpp stores the two halves of a head interleaved, as its rotation wants them.
-            straight = torch.empty_like(into)
-            _unpack(raw, entry.type, straight.view(height, -1))
-            pairs = straight.view(heads, into.shape[0] // heads // 2, 2, -1)
-            into.view(heads, 2, into.shape[0] // heads // 2, -1).copy_(pairs.transpose(1, 2))
+        heads = self._interleaved_heads(name)
+        if heads is None:
+            _unpack(self._raw(entry, height), entry.type, into.view(height, -1))
         else:
-            _unpack(raw, entry.type, target)
+            stored = torch.empty_like(into)
+            _unpack(self._raw(entry, height), entry.type, stored.view(height, -1))
+            into.copy_(_straightened(stored, heads))
+
+    def four_bit(self, name: str) -> FourBit | None:
+        """See :class:`Tensors`."""
+        entry = self.entries[self.stored(name)]
+        if len(entry.shape) != 2 or not FourBit.reads(entry.type):
+            return None
+        # A mapped file is read-only, which torch warns about; the copy is let go soon.
+        found = FourBit.of_blocks(torch.from_numpy(np.array(self._raw(entry, entry.shape[0]))), entry.type)
+        heads = self._interleaved_heads(name)
+        return found if heads is None else found.moved(lambda rows: _straightened(rows, heads))
+
+    def _raw(self, entry: GGUFTensor, height: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        return self.bytes[entry.offset : entry.offset + entry.bytes].reshape(height, -1)
+
+    def _interleaved_heads(self, name: str) -> int | None:
+        return next((count for part, count in self.permuted_heads.items() if part in name), None)
+
+
+def _straightened(rows: Tensor, heads: int) -> Tensor:
+    """Undo llama.cpp's order of rows: it stores the two halves of a head interleaved, as its rotation wants them."""
+    pairs = rows.view(heads, rows.shape[0] // heads // 2, 2, -1)
+    return pairs.transpose(1, 2).reshape(rows.shape)
 
 
 def _unpack(raw: np.ndarray[Any, np.dtype[np.uint8]], kind: str, into: Tensor) -> None:
