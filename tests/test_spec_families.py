@@ -176,6 +176,83 @@ def test_gemma3_with_a_vision_tower_is_its_text_model() -> None:
         read(config | {"text_config": {"model_type": "gemma2"}})
 
 
+FOREIGN: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "mamba_d_state": 128,
+    "mamba_anything_new": 1,
+    "ssm_state_size": 128,
+    "cross_attention_layers": [3, 8],
+    "num_kv_shared_layers": 18,
+    "attention_chunk_size": 8192,
+    "layers_block_type": ["mamba", "attention"],
+    "hybrid_override_pattern": "M-M*",
+    "linear_num_key_heads": 16,
+    "linear_attn_config": {"head_dim": 128},
+    "full_attention_interval": 4,
+    "index_topk": 2048,
+    "indexer_types": ["full"],
+    "compress_ratios": [0, 4],
+    "is_encoder_decoder": True,
+    "v_head_dim": 128,
+}
+
+
+@pytest.mark.parametrize("key", FOREIGN)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_of_another_memory_are_refused_in_every_family(family: str, key: str) -> None:
+    config = QWEN | {"model_type": family, key: FOREIGN[key]}
+    if family == "gemma3":
+        inner = QWEN | {"model_type": "gemma3_text"}
+        with pytest.raises(UnsupportedModel, match=f"{key} is "):
+            read({"model_type": family, "text_config": inner, key: FOREIGN[key]})
+        config = {"model_type": family, "text_config": inner | {key: FOREIGN[key]}}
+    with pytest.raises(UnsupportedModel, match=rf"{key} is .*: it means .*; --assume {key}=null") as caught:
+        read(config)
+    assert caught.value.key == key
+    if family != "gemma3":
+        assert read(config, **{key: None}).layers
+
+
+@pytest.mark.parametrize("off", [None, False, 0, "", [], {}])
+def test_keys_of_another_memory_may_be_switched_off(off: Any) -> None:
+    assert read(LLAMA | dict.fromkeys(FOREIGN, off)).layers == read(LLAMA).layers
+
+
+def test_a_pattern_of_windows_is_read_by_gemma_alone() -> None:
+    with pytest.raises(UnsupportedModel, match="sliding_window_pattern is 4: it means layers of several kinds"):
+        read(LLAMA | {"sliding_window_pattern": 4})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"attention_bias": 1}, "attention_bias is 1; it must be true or false"),
+        ({"mlp_bias": "no"}, "mlp_bias is 'no'; it must be true or false"),
+        ({"hidden_act": 3}, "hidden_act is 3; it must be a string"),
+        ({"torch_dtype": "brain"}, "torch_dtype is 'brain'; it must be a type such as bfloat16"),
+        ({"dtype": 16}, "dtype is 16"),
+        ({"partial_rotary_factor": "half"}, "partial_rotary_factor is 'half'; it must be a positive number or null"),
+        ({"rope_scaling": {}}, "rope_scaling is of rope_type None"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling.factor is 0; it must be a positive number"),
+        ({"rope_scaling": {"rope_type": "llama3", "low_freq_factor": "1"}}, "rope_scaling.low_freq_factor is '1'"),
+        ({"rope_scaling": {"rope_type": "longrope", "long_factor": [1, -1]}}, "rope_scaling.long_factor is"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": [2]}}, r"rope_scaling.factor is \[2\]"),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": -1}, "final_logit_softcapping is -1"),
+        ({"model_type": "gemma3_text", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+        ({"model_type": "gemma3_text", "hidden_activation": ["x"]}, "hidden_activation is"),
+    ],
+)
+def test_what_the_network_is_built_from_is_checked(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadFile, match=says):
+        read(QWEN | {"model_type": "llama"} | changes)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "torch.float32", "float8_e4m3fn", None])
+def test_stored_types_of_published_files_are_known(name: str | None) -> None:
+    assert read(LLAMA | {"torch_dtype": name, "dtype": name}).layers == read(LLAMA).layers
+
+
 def test_an_encoder_of_the_family_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="use_bidirectional_attention"):
         read(GEMMA | {"use_bidirectional_attention": True})

@@ -1,6 +1,7 @@
 """The GGUF header reader, against the `gguf` package's own writer and against broken files."""
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,8 +65,17 @@ def test_every_cut_of_a_header_is_refused(small: Path) -> None:
     data = small.read_bytes()
     end = read_gguf(small).data_start
     for length in range(0, end - 32, 7):
-        with pytest.raises(BadFile):
+        with pytest.raises(BadFile, match="fetch it again"):
             read_gguf(data[:length], name="cut")
+
+
+def test_every_cut_of_a_file_says_fetch_it_again(small: Path, tmp_path: Path) -> None:
+    data = small.read_bytes()
+    path = tmp_path / "cut.gguf"
+    for length in (*range(0, 40), *range(40, len(data), 211), len(data) - 1):
+        path.write_bytes(data[:length])
+        with pytest.raises(BadFile, match="fetch it again"):
+            read_gguf(path)
 
 
 def test_a_file_without_its_last_tensor_bytes_is_cut(small: Path, tmp_path: Path) -> None:
@@ -197,7 +207,7 @@ def test_gemma3_pattern_in_the_file_is_honoured(tmp_path: Path, pattern: object,
             "gemma3",
             {key: value for key, value in GEMMA3.items() if key != "attention.sliding_window"},
             BadFile,
-            "gemma3.attention.sliding_window is None",
+            "gemma3.attention.sliding_window is missing",
         ),
     ],
 )
@@ -218,6 +228,59 @@ def test_heads_for_each_layer_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(UnsupportedModel, match="head_count_kv has a value for each layer"):
         ModelSpec.read(path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"block_count": 9999}, r"llama\.block_count is 9999, but the tensors hold weights of 2 layers"),
+        ({"block_count": 1}, r"llama\.block_count is 1, but the tensors hold weights of 2 layers"),
+        ({"attention.head_count_kv": 4}, r"blk\.0\.attn_k\.weight gives 32 values a token, the metadata 64"),
+        ({"attention.head_count": 8}, r"blk\.0\.attn_k\.weight gives 32 values a token, the metadata 16"),
+        (
+            {"attention.head_count_kv": 4, "attention.key_length": 8, "attention.value_length": 8},
+            r"blk\.0\.attn_q\.weight gives 64 values a token, the metadata 32 \(query heads",
+        ),
+        ({"embedding_length": 128, "attention.key_length": 16, "attention.value_length": 16}, "takes 64 values"),
+    ],
+)
+def test_patched_metadata_is_held_against_the_tensors(
+    small: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, int], says: str
+) -> None:
+    found = read_gguf(small)
+    patched = {f"llama.{key}": value for key, value in keys.items()}
+    with pytest.raises(BadFile, match=says):
+        config_of(replace(found, metadata={**found.metadata, **patched}))
+
+
+@pytest.mark.parametrize(
+    ("without", "says"),
+    [
+        ("blk.0.", "weights of 1 layer, the last 1, without 0"),
+        ("blk.1.attn_v", r"attn_v\.weight of 1 layer"),
+        ("blk.0.attn_k", r"attn_k\.weight of 1 layer, the last 1, without 0"),
+        ("blk.", "weights of 0 layers"),
+    ],
+)
+def test_layers_without_their_tensors_are_refused(small: Path, without: str, says: str) -> None:
+    found = read_gguf(small)
+    left = tuple(tensor for tensor in found.tensors if not tensor.name.startswith(without))
+    with pytest.raises(BadFile, match=says):
+        config_of(replace(found, tensors=left))
+
+
+def test_one_of_several_files_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model-00001-of-00003.gguf", extra={"split.count": 3})
+    with pytest.raises(UnsupportedModel, match=r"split\.count is 3: one of several files"):
+        ModelSpec.read(path)
+
+
+@pytest.mark.parametrize("key", [key for key in LLAMA if key not in ("attention.head_count_kv", "rope.freq_base")])
+def test_a_missing_key_is_called_missing(small: Path, key: str) -> None:
+    found = read_gguf(small)
+    left = {name: value for name, value in found.metadata.items() if name != f"llama.{key}"}
+    with pytest.raises(BadFile, match=f"llama.{key} is missing"):
+        config_of(replace(found, metadata=left))
 
 
 def test_metadata_that_contradicts_the_tensors_is_refused(tmp_path: Path) -> None:

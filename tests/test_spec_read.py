@@ -1,6 +1,7 @@
 """Names and paths to models."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,12 @@ from gguf_files import write_gguf
 import kvist
 from kvist.errors import BadFile, UnknownModel
 from kvist.spec.formats import CacheFormat
+from kvist.spec.gguf import read_gguf
+from kvist.spec.json_file import read_object
 from kvist.spec.known import KNOWN, known_model
 from kvist.spec.model import ModelSpec
 from kvist.spec.read import read_description
+from kvist.spec.safetensors import read_file
 
 CONFIG = {
     "model_type": "llama",
@@ -54,8 +58,9 @@ def test_gemma_costs_18_kib_until_its_window_and_3_after() -> None:
 def test_unknown_names_list_the_nearest() -> None:
     with pytest.raises(UnknownModel, match="nearest: gemma-3-270m"):
         known_model("gemma3-27m")
-    with pytest.raises(UnknownModel, match=f"nearest: {', '.join(KNOWN)}"):
-        known_model("qqqqqqqq")
+    for name in ("qqqqqqqq", "llama-3-8b"):
+        with pytest.raises(UnknownModel, match=f"known are {', '.join(KNOWN)}"):
+            known_model(name)
 
 
 @pytest.mark.parametrize("name", ["./nothing", "a/b/c", "nothing.gguf", "nothing.json", "~/nothing/at/all", "/nothing"])
@@ -68,6 +73,40 @@ def test_paths_that_are_not_there_say_so(name: str) -> None:
 def test_what_cannot_be_a_path_is_an_unknown_model(name: str) -> None:
     with pytest.raises(UnknownModel):
         ModelSpec.read(name)
+
+
+@pytest.mark.parametrize("name", ["/dev/null", "/dev/zero"])
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs devices")
+def test_a_device_is_not_a_regular_file(name: str) -> None:
+    with pytest.raises(BadFile, match=f"^{name}: is not a regular file but a character device"):
+        ModelSpec.read(name)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "model.gguf"
+    os.mkfifo(pipe)
+    for read in (ModelSpec.read, read_gguf, read_file, read_object):
+        with pytest.raises(BadFile, match="is not a regular file but a pipe"):
+            read(pipe)
+    with pytest.raises(BadFile, match=r"neither config\.json nor a \.gguf file"):
+        ModelSpec.read(tmp_path)
+
+
+def test_links_that_lead_nowhere_say_so(tmp_path: Path) -> None:
+    circle, broken = tmp_path / "circle", tmp_path / "broken"
+    circle.symlink_to(circle)
+    broken.symlink_to(tmp_path / "nothing")
+    with pytest.raises(UnknownModel, match="its symbolic links lead in a circle"):
+        ModelSpec.read(circle)
+    with pytest.raises(UnknownModel, match="is a symbolic link to nothing"):
+        ModelSpec.read(broken)
+
+
+def test_a_name_too_long_is_not_repeated(tmp_path: Path) -> None:
+    with pytest.raises(UnknownModel, match="5,000 characters are too long for a path") as caught:
+        ModelSpec.read("x" * 5000)
+    assert len(str(caught.value)) < 200
 
 
 def test_a_config_file_and_its_directory_are_one_model(config: Path) -> None:
@@ -131,3 +170,26 @@ def test_an_override_is_listed_and_makes_the_answer_inexact(config: Path) -> Non
 
 def test_a_configuration_in_memory(config: Path) -> None:
     assert read_description(CONFIG, name="tiny").layers == ModelSpec.read(config).layers
+
+
+@pytest.mark.parametrize("tokens", [-1, 2**41, 1.5, True, "8k", None])
+def test_a_sequence_has_a_whole_number_of_tokens(tokens: object) -> None:
+    spec = ModelSpec.read("smollm2-135m")
+    with pytest.raises(kvist.InputError, match="tokens: "):
+        spec.sequence_bytes(tokens, CacheFormat())  # type: ignore[arg-type]
+    assert spec.sequence_bytes(0, CacheFormat()) == 0
+
+
+@pytest.mark.parametrize("fmt", ["int8", None, "bf16/bf16", ["bf16"]])
+def test_a_format_is_a_pair_of_codecs(fmt: object) -> None:
+    spec = ModelSpec.read("smollm2-135m")
+    says = r"is not a CacheFormat; write kvist\.CacheFormat\(key='(int8|bf16)', value="
+    for call in (
+        lambda: spec.sequence_bytes(1, fmt),  # type: ignore[arg-type]
+        lambda: spec.append_bytes_per_token(fmt),  # type: ignore[arg-type]
+        lambda: spec.retained_bytes_per_token(fmt),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(kvist.InputError, match=says):
+            call()
+    with pytest.raises(kvist.InputError, match="is not a codec"):
+        CacheFormat(key=fmt if isinstance(fmt, list) else "int3")  # type: ignore[arg-type]

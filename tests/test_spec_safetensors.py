@@ -68,6 +68,48 @@ def test_a_directory_of_shards(tmp_path: Path) -> None:
             ModelSpec.read(tmp_path)
 
 
+def projections(layers: range, *, prefix: str = "model.", kv: int = 4, query: int = 8) -> dict[str, Any]:
+    tensors = {f"{prefix}embed_tokens.weight": np.zeros((3, 8), np.float16)}
+    for index in layers:
+        at = f"{prefix}layers.{index}"
+        for side, rows in (("q", query), ("k", kv), ("v", kv)):
+            tensors[f"{at}.self_attn.{side}_proj.weight"] = np.zeros((rows, 8), np.float16)
+        tensors[f"{at}.mlp.up_proj.weight"] = np.zeros((4, 8), np.float16)
+    return tensors
+
+
+@pytest.mark.parametrize("prefix", ["model.", "", "language_model.model.", "model.language_model."])
+def test_a_configuration_is_held_against_its_tensors(tmp_path: Path, prefix: str) -> None:
+    def given(tensors: dict[str, Any]) -> ModelSpec:
+        save_file(tensors, tmp_path / "model.safetensors")
+        return ModelSpec.read(tmp_path)
+
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 2}))
+    vision = {"vision_tower.encoder.layers.7.self_attn.k_proj.weight": np.zeros((5, 5), np.float16)}
+    whole = projections(range(2), prefix=prefix)
+    assert given(whole | vision).weights_bytes
+    for tensors, says in (
+        (projections(range(3), prefix=prefix), "num_hidden_layers is 2, but the tensors hold weights of 3 layers"),
+        (projections(range(1, 3), prefix=prefix), "of 2 layers, the last 2, without 0"),
+        (projections(range(2), prefix=prefix, kv=8), "k_proj.weight gives 8 values a token, the metadata 4"),
+        (projections(range(2), prefix=prefix, query=16), "q_proj.weight gives 16 values a token, the metadata 8"),
+        ({k: v for k, v in whole.items() if "1.self_attn.v" not in k}, "the tensors hold values of 1 layer"),
+    ):
+        with pytest.raises(BadFile, match=says):
+            given(tensors)
+    assert not ModelSpec.read(tmp_path, assume={"num_hidden_layers": 2}).exact
+
+
+def test_packed_projections_have_shapes_of_their_own(tmp_path: Path) -> None:
+    tensors = {name: np.zeros((2, 2), np.uint8) for name in projections(range(1))}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert ModelSpec.read(tmp_path).weights_by_type == {"U8": 4 * 5}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 9}))
+    with pytest.raises(BadFile, match="num_hidden_layers is 9"):
+        ModelSpec.read(tmp_path)
+
+
 def test_packed_weights_have_bytes_but_no_parameter_count(tmp_path: Path) -> None:
     save_file({"a": np.zeros(4, np.uint8)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {"bits": 4}}))

@@ -9,6 +9,17 @@ from kvist.spec.model import Assumption
 
 _MOST = 2**40
 
+_STORED_TYPES = frozenset(
+    {"auto", "float64", "float32", "float", "float16", "half", "bfloat16", "int8", "uint8"}
+    | {"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
+)
+# Rotary scaling: what must be a number, and what must be a list of them, one a frequency.
+_ROPE_NUMBERS = (
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "attention_factor",
+    "beta_fast", "beta_slow",
+)  # fmt: skip
+_ROPE_LISTS = ("long_factor", "short_factor")
+
 
 class ConfigKeys:
     """A configuration being read.
@@ -84,6 +95,31 @@ class ConfigKeys:
             raise self.wrong(key, "true or false")
         return value
 
+    def optional_number(self, key: str) -> int | float | None:
+        """Return a positive finite number, or None where it is null or left out."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not _is_positive(value):
+            raise self.wrong(key, "a positive number or null")
+        number: int | float = value
+        return number
+
+    def optional_text(self, key: str) -> None:
+        """Check that the value is a string where it is given."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(key, "a string")
+
+    def stored_type(self) -> None:
+        """Check the type that the weights are said to have, under its names of all transformers versions."""
+        for key in ("dtype", "torch_dtype"):
+            value = self.get(key)
+            if value is None:
+                continue
+            if not isinstance(value, str) or value.removeprefix("torch.") not in _STORED_TYPES:
+                raise self.wrong(key, "a type such as bfloat16, float16 or float32")
+
     def text(self, key: str, *, default: str | None, source: str) -> str:
         """Return a string."""
         value = self.get(key)
@@ -143,6 +179,22 @@ class ConfigKeys:
         if scaling is not None and "rope_type" not in scaling and "type" in scaling:
             scaling = {**scaling, "rope_type": scaling["type"]}
         self.config["rope_scaling"] = scaling
+        if scaling is not None:
+            self._check_scaling(scaling)
+
+    def _check_scaling(self, scaling: Mapping[str, Any]) -> None:
+        """Check what the rotary frequencies are computed from."""
+        kind = scaling.get("rope_type")
+        if not isinstance(kind, str):
+            raise self.wrong("rope_scaling", "an object with a rope_type", shown=f"of rope_type {_short(kind)}")
+        for key in _ROPE_NUMBERS:
+            value = scaling.get(key)
+            if value is not None and not _is_positive(value):
+                raise self.wrong(f"rope_scaling.{key}", "a positive number", shown=_short(value))
+        for key in _ROPE_LISTS:
+            value = scaling.get(key)
+            if value is not None and not (isinstance(value, list) and value and all(map(_is_positive, value))):
+                raise self.wrong(f"rope_scaling.{key}", "a list of positive numbers", shown=_short(value))
 
     def missing(self, key: str) -> BadFile:
         """Return the error for a key that must be there."""

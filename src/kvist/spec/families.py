@@ -11,6 +11,7 @@ from typing import Any
 
 from kvist.errors import InputError, UnsupportedModel
 from kvist.spec.config_keys import ConfigKeys
+from kvist.spec.foreign import refuse_foreign
 from kvist.spec.layers import Attention
 from kvist.spec.model import Assumption, Layer
 
@@ -54,6 +55,7 @@ def read_config(config: Mapping[str, Any], *, name: str, overrides: Mapping[str,
             f"{name}: model_type is {family!r}; supported are {', '.join(FAMILIES)}", key="model_type"
         )
     reading = FAMILIES[family](keys)
+    refuse_foreign(keys)
     for key in keys.overrides:
         if key not in keys.asked:
             raise InputError(f"assume: {key!r} is no key that is read for model_type {family}", key="assume")
@@ -70,7 +72,7 @@ def _llama(keys: ConfigKeys) -> Reading:
         keys.note("sliding_window", None, "printed, but attention of the llama family has no window")
     _only_full(keys, shape.layers)
     _network(keys, context=2048, theta=10000.0, bias=False)
-    keys.fill("mlp_bias", False)
+    keys.flag("mlp_bias", default=False)
     keys.set("sliding_window", None)
     return _reading(keys, shape, [FULL] * shape.layers, None)
 
@@ -114,7 +116,7 @@ def _qwen3(keys: ConfigKeys) -> Reading:
     Source: Qwen3Config of transformers.
     """
     shape = _shape(keys, head_dim=128, kv_heads=32)
-    keys.fill("attention_bias", False)
+    keys.flag("attention_bias", default=False)
     return _qwen(keys, shape)
 
 
@@ -167,9 +169,10 @@ def _gemma3_text(keys: ConfigKeys) -> Reading:
         kinds = [FULL if (index + 1) % period == 0 else SLIDING for index in range(shape.layers)]
     keys.fill("query_pre_attn_scalar", 256)
     keys.fill("hidden_activation", "gelu_pytorch_tanh")
+    keys.optional_text("hidden_activation")
     keys.set("hidden_act", keys.get("hidden_activation"))
-    keys.set("attn_logit_softcapping", keys.get("attn_logit_softcapping"))
-    keys.set("final_logit_softcapping", keys.get("final_logit_softcapping"))
+    for scale in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
+        keys.set(scale, keys.optional_number(scale))
     _network(keys, context=131072, theta=1_000_000.0, bias=False, tied=True, local_theta=10000.0)
     return _reading(keys, shape, kinds, window)
 
@@ -254,9 +257,12 @@ def _network(
     keys.flatten_rope(theta=theta, local_theta=local_theta, source=default)
     keys.number("rms_norm_eps", default=1e-6, source=default)
     keys.fill("hidden_act", "silu")
+    keys.optional_text("hidden_act")
     if bias is not None:
-        keys.fill("attention_bias", bias)
+        keys.flag("attention_bias", default=bias)
     keys.flag("tie_word_embeddings", default=tied)
+    keys.optional_number("partial_rotary_factor")
+    keys.stored_type()
 
 
 def _layer_types(keys: ConfigKeys, layers: int) -> list[str]:
@@ -285,6 +291,7 @@ def _class_default(keys: ConfigKeys) -> str:
 
 
 def _reading(keys: ConfigKeys, shape: _Shape, kinds: list[str], window: int | None) -> Reading:
+    refuse_foreign(keys)
     keys.set("layer_types", kinds)
     keys.set("sliding_window", window)
     full = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)

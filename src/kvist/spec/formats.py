@@ -60,7 +60,7 @@ def codec_named(name: str, *, key: str = "codec") -> Codec:
     Raises:
         InputError: there is none.
     """
-    if name not in CODECS:
+    if not isinstance(name, str) or name not in CODECS:
         raise InputError(f"{key}: {name!r} is not a codec; choose one of {', '.join(CODECS)}", key=key)
     return CODECS[name]
 
@@ -88,3 +88,18 @@ class CacheFormat:
 
     def __str__(self) -> str:
         return f"{self.key}/{self.value}"
+
+
+def require_format(fmt: object) -> CacheFormat:
+    """Return ``fmt``.
+
+    Raises:
+        InputError: it is something else than a :class:`CacheFormat`, such as the name of a codec.
+    """
+    if isinstance(fmt, CacheFormat):
+        return fmt
+    example = fmt if isinstance(fmt, str) and fmt in CODECS else "bf16"
+    raise InputError(
+        f"format: {fmt!r} is not a CacheFormat; write kvist.CacheFormat(key={example!r}, value={example!r})",
+        key="format",
+    )

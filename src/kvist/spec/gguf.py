@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from kvist.errors import BadFile
+from kvist.spec.files import open_regular
 
 # type number: (name, elements a block, bytes a block)
 GGML_TYPES: dict[int, tuple[str, int, int]] = {
@@ -137,11 +138,11 @@ class GGUFHeader:
         if isinstance(self.source, bytes):
             data = self.source[found.start : found.end]
         else:
-            with self.source.open("rb") as file:
+            with open_regular(self.source) as file:
                 file.seek(found.start)
                 data = file.read(found.end - found.start)
         if len(data) != found.end - found.start:
-            raise BadFile(f"{self.name}: cut inside {key}", key=key)
+            raise BadFile(f"{self.name}: cut inside {key}; fetch it again", key=key)
         if found.element_type != _STRING:
             return list(struct.unpack(f"<{found.count}{_SCALARS[found.element_type]}", data))
         strings: list[str] = []
@@ -170,9 +171,12 @@ def read_gguf(source: Path | bytes, *, name: str | None = None) -> GGUFHeader:
         return _Walk(source, name or "GGUF header").header(source, size=None)
     name = name or str(source)
     try:
-        with source.open("rb") as file:
+        with open_regular(source) as file:
             # Looked at before mapping: an empty file cannot be mapped, and most foreign files end here.
-            if file.read(4) != b"GGUF":
+            magic = file.read(4)
+            if len(magic) < 4 and b"GGUF".startswith(magic):
+                raise BadFile(f"{name}: cut: {len(magic)} bytes are no GGUF header; fetch it again")
+            if magic != b"GGUF":
                 raise BadFile(f"{name}: does not begin with 'GGUF'; a .gguf file was expected")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
                 return _Walk(mapped, name).header(source, size=len(mapped))
@@ -293,7 +297,10 @@ class _Walk:
 
     def skip_strings(self, count: int, key: str) -> None:
         if count > _MAX_STRINGS or count * 8 > self.end - self.at:
-            raise BadFile(f"{self.name}: {key}: {count} strings do not fit in the {self.end - self.at} bytes left")
+            raise BadFile(
+                f"{self.name}: {key}: {count} strings do not fit in the {self.end - self.at} bytes left: cut, or "
+                f"broken; fetch it again"
+            )
         at, last, length_at, buffer = self.at, self.end - 8, _U64.unpack_from, self.buffer
         for _ in range(count):
             if at > last:
@@ -324,7 +331,9 @@ class _Walk:
     def count(self, limit: int, least_bytes: int, what: str) -> int:
         value = self.u64(what)
         if value > limit or value * least_bytes > self.end - self.at:
-            raise BadFile(f"{self.name}: {what} is {value}, more than {self.end} bytes can hold")
+            raise BadFile(
+                f"{self.name}: {what} is {value}, more than {self.end} bytes can hold: cut, or broken; fetch it again"
+            )
         return value
 
     def u32(self, what: str) -> int:

@@ -4,15 +4,20 @@ What the format leaves out of a model is filled in by the rule of its family and
 Source of the metadata keys: docs/gguf.md of the ggml repository; of the rules: the model loader of llama.cpp.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from kvist.errors import BadFile, UnsupportedModel
+from kvist.spec.agreement import Claim
 from kvist.spec.gguf import GGUFArray, GGUFHeader
 from kvist.spec.model import Assumption
 
 # general.architecture: model_type of Hugging Face. SmolLM2 and Mistral files call themselves llama.
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+
+_BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.")
+_PROJECTION = re.compile(r"attn_([qkv])\.weight")
 
 _SPECIAL_TOKENS = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
@@ -92,7 +97,7 @@ class _Translation:
         for name, key in _SPECIAL_TOKENS.items():
             if key in self.header.metadata:
                 config[name] = self.header.metadata[key]
-        self.hold_against_tensors(kv_heads * head_dim)
+        self.hold_against_tensors(heads * head_dim, kv_heads * head_dim)
         return NamedConfig(config=config, assumed=tuple(self.assumed))
 
     def gemma3(self, hidden: int, heads: int, head_dim: int) -> dict[str, Any]:
@@ -125,7 +130,14 @@ class _Translation:
         return config
 
     def refuse_unread(self) -> None:
-        """Stop at mechanisms of which the cache or the network is not read."""
+        """Stop at mechanisms of which the cache or the network is not read, and at a part of a model."""
+        parts = self.header.metadata.get("split.count")
+        if parts not in (None, 0, 1):
+            raise UnsupportedModel(
+                f"{self.header.name}: split.count is {parts!r}: one of several files, and one file is read; join "
+                f"them with llama-gguf-split --merge",
+                key="split.count",
+            )
         unread = ["expert_count"] if self.arch == "gemma3" else ["expert_count", "attention.sliding_window"]
         for key in unread:
             if self.get(key):
@@ -165,15 +177,30 @@ class _Translation:
         tokens = self.header.metadata.get("tokenizer.ggml.tokens")
         return tokens.count if isinstance(tokens, GGUFArray) else None
 
-    def hold_against_tensors(self, kv_width: int) -> None:
-        """The projections must be as wide as the metadata says; otherwise one of the two is wrong."""
+    def hold_against_tensors(self, query_width: int, stored_width: int) -> None:
+        """The tensors must be those of the layers, and as wide, as the metadata says; otherwise one is wrong."""
+        claim = Claim(
+            file=self.header.name,
+            layers_key=f"{self.arch}.block_count",
+            layers=self.whole("block_count"),
+            query_width=query_width,
+            stored_width=stored_width,
+            hidden=self.whole("embedding_length"),
+        )
+        blocks: set[int] = set()
+        sides: dict[str, set[int]] = {"k": set(), "v": set()}
         for name, tensor in self.header.tensor_by_name.items():
-            if name.endswith((".attn_k.weight", ".attn_v.weight")) and tensor.shape[0] != kv_width:
-                raise BadFile(
-                    f"{self.header.name}: {name} gives {tensor.shape[0]} values a token, the metadata {kv_width} "
-                    f"(KV heads x head width)",
-                    key=name,
-                )
+            block = _BLOCK.match(name)
+            if not block:
+                continue
+            blocks.add(int(block[1]))
+            projection = _PROJECTION.fullmatch(name, block.end())
+            if projection:
+                sides.setdefault(projection[1], set()).add(int(block[1]))
+                claim.hold_shape(name, projection[1], tensor.shape)
+        claim.hold_layers("weights", blocks)
+        for side, what in (("k", "attn_k.weight"), ("v", "attn_v.weight")):
+            claim.hold_layers(what, sides[side])
 
     def assume(self, key: str, value: Any, source: str) -> None:
         self.assumed.append(Assumption(key=key, value=value, source=source))
@@ -190,6 +217,8 @@ class _Translation:
                 f"{self.header.name}: {self.arch}.{key} has a value for each layer; one number is read",
                 key=f"{self.arch}.{key}",
             )
+        if value is None:
+            raise self.missing(key)
         if not isinstance(value, int) or isinstance(value, bool):
             raise BadFile(
                 f"{self.header.name}: {self.arch}.{key} is {value!r}; a whole number was expected",
@@ -199,8 +228,14 @@ class _Translation:
 
     def real(self, key: str) -> float:
         value = self.get(key)
+        if value is None:
+            raise self.missing(key)
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise BadFile(
                 f"{self.header.name}: {self.arch}.{key} is {value!r}; a number was expected", key=f"{self.arch}.{key}"
             )
         return float(value)
+
+    def missing(self, key: str) -> BadFile:
+        full = f"{self.arch}.{key}"
+        return BadFile(f"{self.header.name}: {full} is missing; a {self.arch} file names it", key=full)

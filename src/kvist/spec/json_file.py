@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kvist.errors import BadFile
+from kvist.spec.files import open_regular
 
 _MAX_BYTES = 2**24
 
@@ -16,7 +17,7 @@ def read_object(path: Path) -> dict[str, Any]:
         BadFile: it cannot be opened, is larger than 16 MiB, or holds anything but one JSON object.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             data = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise BadFile(f"{path}: cannot be read: {error.strerror or error}") from error

@@ -137,7 +137,7 @@ def known_model(name: str) -> KnownModel:
     """Return the model of this name; case and organisation are optional.
 
     Raises:
-        UnknownModel: there is none; lists the nearest.
+        UnknownModel: there is none; lists the nearest, or all where none is near.
     """
     plain = name.strip().lower().rpartition("/")[2]
     for model in KNOWN.values():
@@ -145,7 +145,6 @@ def known_model(name: str) -> KnownModel:
             return model
     from difflib import get_close_matches
 
-    near = get_close_matches(plain, KNOWN, n=3, cutoff=0.5) or list(KNOWN)
-    raise UnknownModel(
-        f"no model {name!r}: neither a file or directory here nor a known name; nearest: {', '.join(near)}", key="model"
-    )
+    near = get_close_matches(plain, KNOWN, n=3, cutoff=0.75)
+    others = f"nearest: {', '.join(near)}" if near else f"known are {', '.join(KNOWN)}"
+    raise UnknownModel(f"no model {name!r}: neither a file or directory here nor a known name; {others}", key="model")

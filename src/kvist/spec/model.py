@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvist.spec.formats import CacheFormat
+from kvist.spec.formats import CacheFormat, require_format
 from kvist.spec.layers import Attention
+from kvist.units import require_tokens
 
 Layer = Attention
 
@@ -52,15 +53,23 @@ class ModelSpec:
     exact: bool = True
 
     def sequence_bytes(self, tokens: int, fmt: CacheFormat) -> int:
-        """Logical bytes of one sequence of ``tokens``: windows hold ``min(tokens, window)``, no block rounding."""
+        """Logical bytes of one sequence of ``tokens``: windows hold ``min(tokens, window)``, no block rounding.
+
+        Raises:
+            InputError: ``tokens`` is no whole number of 0 or more, or ``fmt`` no :class:`CacheFormat`.
+        """
+        require_tokens(tokens)
+        require_format(fmt)
         return sum(layer.bytes(tokens, fmt) for layer in self.layers)
 
     def append_bytes_per_token(self, fmt: CacheFormat) -> int:
         """Bytes that one more token adds while every layer still grows."""
+        require_format(fmt)
         return sum(layer.token_bytes(fmt) for layer in self.layers)
 
     def retained_bytes_per_token(self, fmt: CacheFormat) -> int:
         """Bytes that one more token adds once every window is full."""
+        require_format(fmt)
         return sum(layer.token_bytes(fmt) for layer in self.layers if layer.window is None)
 
     @classmethod

@@ -3,13 +3,16 @@
 In this order: a path to a ``config.json``, a model directory, a ``.gguf`` file, a known name.
 """
 
+import errno
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvist.errors import BadFile, UnknownModel
 from kvist.spec.families import Reading, read_config
+from kvist.spec.files import not_regular
 from kvist.spec.known import KNOWN, KnownModel, known_model
 from kvist.spec.model import Assumption, ModelSpec
 
@@ -35,16 +38,44 @@ def read_model(model: str | Path, *, assume: Mapping[str, Any] | None = None) ->
     assume = assume or {}
     try:
         path = Path(text).expanduser()
-        is_directory, is_file = path.is_dir(), path.is_file()
-    except (OSError, RuntimeError) as error:
-        raise UnknownModel(f"{text[:80]!r} cannot be a path: {error.__class__.__name__}", key="model") from error
-    if is_directory:
+    except RuntimeError as error:
+        raise UnknownModel(f"{_short(text)}: no such home directory", key="model") from error
+    mode = _mode(path, text)
+    if mode is None:
+        if _looks_like_path(text):
+            raise UnknownModel(f"{text}: no such file or directory", key="model")
+        return _known(known_model(text), assume)
+    if stat.S_ISDIR(mode):
         return _directory(path, assume)
-    if is_file:
-        return _gguf(path, assume) if path.suffix == ".gguf" else _config_file(path, assume)
-    if _looks_like_path(text):
-        raise UnknownModel(f"{text}: no such file or directory", key="model")
-    return _known(known_model(text), assume)
+    if not stat.S_ISREG(mode):
+        raise not_regular(text, mode)
+    return _gguf(path, assume) if path.suffix == ".gguf" else _config_file(path, assume)
+
+
+def _mode(path: Path, text: str) -> int | None:
+    """What is at ``path``; None where nothing is.
+
+    Raises:
+        UnknownModel: it cannot be looked at, or is a link that leads nowhere.
+    """
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if path.is_symlink():
+            raise UnknownModel(f"{text}: is a symbolic link to nothing", key="model") from error
+        return None
+    except (OSError, ValueError) as error:
+        reasons = {
+            errno.ELOOP: "its symbolic links lead in a circle",
+            errno.ENAMETOOLONG: f"{len(text):,} characters are too long for a path, and no known model is called so",
+        }
+        number = error.errno if isinstance(error, OSError) else None
+        reason = reasons.get(number or 0) or (error.strerror if isinstance(error, OSError) else str(error))
+        raise UnknownModel(f"{_short(text)}: {reason}", key="model") from error
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:60]}…"
 
 
 def read_description(config: Mapping[str, Any], *, name: str, source: str = "config") -> ModelSpec:
@@ -66,12 +97,13 @@ def _config_file(path: Path, assume: Mapping[str, Any]) -> ModelSpec:
 
 
 def _directory(path: Path, assume: Mapping[str, Any]) -> ModelSpec:
+    from kvist.spec.agreement import hold_safetensors
     from kvist.spec.json_file import read_object
     from kvist.spec.safetensors import read_weights
 
     config_path = path / "config.json"
     if not config_path.is_file():
-        ggufs = sorted(path.glob("*.gguf"))
+        ggufs = sorted(gguf for gguf in path.glob("*.gguf") if gguf.is_file())
         if len(ggufs) == 1:
             return _gguf(ggufs[0], assume)
         several = f"several .gguf files ({', '.join(gguf.name for gguf in ggufs[:4])}): name one" if ggufs else ""
@@ -79,6 +111,8 @@ def _directory(path: Path, assume: Mapping[str, Any]) -> ModelSpec:
     config = read_object(config_path)
     reading = _read(config, assume, name=str(config_path))
     weights = read_weights(path)
+    if weights is not None and not assume:
+        hold_safetensors(reading.config, weights, file=str(config_path))
     # Packed codes are stored in wider integers, so that stored elements are not parameters.
     packed = config.get("quantization_config") is not None
     return _spec(

@@ -7,6 +7,7 @@ Source: the format section of the safetensors README.
 """
 
 import json
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvist.errors import BadFile
+from kvist.spec.files import open_regular
 
 # bits of one element
 DTYPE_BITS = {
@@ -75,11 +77,15 @@ def read_weights(directory: Path) -> SafetensorsWeights | None:
     if (directory / _SINGLE).is_file():
         return SafetensorsWeights(tensors=read_file(directory / _SINGLE))
     # Mistral ships its own layout of the same weights beside the common one.
-    files = [path for path in sorted(directory.glob("*.safetensors")) if not path.name.startswith("consolidated")]
+    files = [path for path in sorted(directory.glob("*.safetensors")) if _is_shard(path)]
     tensors: dict[str, SafeTensor] = {}
     for path in files:
         tensors |= read_file(path)
     return SafetensorsWeights(tensors=tensors) if files else None
+
+
+def _is_shard(path: Path) -> bool:
+    return path.is_file() and not path.name.startswith("consolidated")
 
 
 def read_file(path: Path) -> dict[str, SafeTensor]:
@@ -89,8 +95,8 @@ def read_file(path: Path) -> dict[str, SafeTensor]:
         BadFile: it cannot be opened, is of another kind, or is torn.
     """
     try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             _check_length(length, size, str(path))
@@ -134,7 +140,7 @@ def _check_length(length: int, available: int, name: str) -> None:
     if not 2 <= length <= min(_MAX_HEADER, available - 8):
         raise BadFile(
             f"{name}: {available} bytes cannot hold a header of {length} (2 to {_MAX_HEADER}); "
-            f"torn, or not a .safetensors file"
+            f"torn, or not a .safetensors file: fetch it again"
         )
 
 
