@@ -126,10 +126,23 @@ def test_default_lengths_are_those_that_the_model_allows() -> None:
         ({"users": 3}, "users: 3 needs a memory"),
         ({"engine": "kvist"}, "engine: kvist needs a memory"),
         ({"engine": "vllm", "cache_memory": 1}, "engine: 'vllm' is not accounted for; choose one of kvist"),
-        ({"users": 0, "cache_memory": "1GiB"}, "users: 0; at least 1"),
+        ({"users": 0, "cache_memory": "1GiB"}, "users: 0; a whole number from 1 to"),
         ({"context": 8193, "cache_memory": "1GiB"}, "context: 8193 tokens; smollm2-135m allows 1 to 8192"),
         ({"context": 0, "cache_memory": "1GiB"}, "context: 0"),
         ({"block_tokens": 0, "cache_memory": "1GiB"}, "block_tokens: 0"),
+        ({"block_tokens": "16", "cache_memory": "1GiB"}, "block_tokens: '16'; a whole number from 1 to"),
+        ({"users": 2.5, "cache_memory": "1GiB"}, r"users: 2\.5; a whole number from 1 to"),
+        ({"users": 10**30, "cache_memory": "1GiB"}, "users: 1000000000000000000000000000000; a whole number"),
+        ({"cache_memory": 2**60 + 1}, "cache_memory: 1152921504606846977 is too large"),
+        ({"context": 99}, "context: 99 needs a memory to count in; add `memory` or `cache_memory`; a length is priced"),
+        ({"block_tokens": 16}, "block_tokens: 16 needs a memory"),
+        ({"chunk": 16}, "chunk: 16 needs a memory"),
+        ({"tokens": [0]}, "tokens: 0; a sequence has at least 1"),
+        ({"tokens": [-1]}, "tokens: -1 is negative"),
+        ({"tokens": [2**41]}, "tokens: 2199023255552 is too large"),
+        ({"format": "bf16"}, r"format: 'bf16' is not a CacheFormat; write kvist\.CacheFormat\(key='bf16'"),
+        ({"format": "int3"}, r"format: 'int3' is not a CacheFormat; write kvist\.CacheFormat\(key='bf16'"),
+        ({"format": ""}, "format: '' is not a CacheFormat"),
         ({"chunk": 0, "cache_memory": "1GiB"}, "chunk: 0"),
     ],
 )
@@ -141,6 +154,16 @@ def test_wrong_calls_name_key_value_and_remedy(call: dict[str, Any], says: str) 
 def test_a_cache_without_one_slab_a_group_does_not_fit() -> None:
     with pytest.raises(DoesNotFit, match="at least"):
         kvist.plan("smollm2-135m", cache_memory=1)
+
+
+def test_lengths_beyond_the_model_are_priced_with_a_note() -> None:
+    answer = kvist.plan("smollm2-135m", tokens=["8k", "16k", "128k"])
+    assert answer.sequence_bytes[131072] == 131072 * 23040
+    assert answer.to_dict()["notes"] == [
+        "smollm2-135m was made for 8,192 tokens; what 16,384, 131,072 would cost is arithmetic"
+    ]
+    within = kvist.plan("smollm2-135m", tokens="8k")
+    assert (within.to_dict()["notes"], list(within.sequence_bytes)) == ([], [8192])
 
 
 def test_every_number_of_a_plan_is_explained() -> None:

@@ -140,6 +140,7 @@ class Plan:
         retained_bytes_per_token: the same once every window is full.
         state_bytes: bytes of a sequence whatever its length.
         sequence_bytes: logical bytes of a sequence, by its tokens.
+        notes: what must be known beside the numbers, a sentence each.
         capacity: where a memory was given.
         engine: where an engine was named.
     """
@@ -151,6 +152,7 @@ class Plan:
     retained_bytes_per_token: int
     state_bytes: int
     sequence_bytes: Mapping[int, int]
+    notes: tuple[str, ...] = ()
     capacity: Budget | None = None
     engine: EngineAccount | None = None
 
@@ -162,6 +164,7 @@ class Plan:
             "source": spec.source,
             "exact": spec.exact,
             "assumed": [{"key": a.key, "value": a.value, "source": a.source} for a in spec.assumed],
+            "notes": list(self.notes),
             "format": {"key": self.format.key, "value": self.format.value},
             "layers": [
                 {

@@ -6,24 +6,28 @@ Costs of one sequence are logical and come from the layers; what fits into a mem
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from kvist.errors import DoesNotFit, InputError
 from kvist.planning.plan import Budget, EngineAccount, EngineGroup, LayerRow, Plan
-from kvist.spec.formats import CacheFormat
+from kvist.spec.formats import CacheFormat, require_format
 from kvist.spec.model import ModelSpec
-from kvist.units import format_size, parse_size, parse_tokens
+from kvist.units import MAX_TOKENS, format_size, parse_size, parse_tokens
 
 DEFAULT_TOKENS = (1024, 8192, 32768, 131072)
 DEFAULT_CONTEXT = 8192
 ENGINES = ("kvist",)
+
+_MAX_USERS = 10**9
+_MAX_BLOCK = 2**20
 
 
 def plan(
     spec: ModelSpec | str | Path,
     *,
     format: CacheFormat | None = None,
-    tokens: Iterable[int | str] | None = None,
+    tokens: Iterable[int | str] | int | str | None = None,
     memory: int | str | None = None,
     cache_memory: int | str | None = None,
     context: int | str | None = None,
@@ -37,7 +41,8 @@ def plan(
     Args:
         spec: a model, or what :meth:`ModelSpec.read` takes.
         format: codecs of keys and values; bf16 by default.
-        tokens: lengths to price; by default those of 1k, 8k, 32k, 128k that the model allows.
+        tokens: lengths to price; by default those of 1k, 8k, 32k, 128k that the model allows. Others may be beyond
+            what it was made for, which a note then says.
         memory: bytes for weights and cache together.
         cache_memory: bytes for the cache alone; one of the two, or neither.
         context: tokens of each user's sequence; by default 8k, or the longest that the model allows.
@@ -52,17 +57,18 @@ def plan(
     """
     if not isinstance(spec, ModelSpec):
         spec = ModelSpec.read(spec)
-    fmt = format or CacheFormat()
+    fmt = CacheFormat() if format is None else require_format(format)
     if memory is not None and cache_memory is not None:
-        raise InputError("memory and cache_memory are both given; memory includes the weights: give one", key="memory")
+        raise InputError(
+            "`memory` and `cache_memory` are both given; `memory` includes the weights: give one", key="memory"
+        )
     if engine is not None and engine not in ENGINES:
         raise InputError(f"engine: {engine!r} is not accounted for; choose one of {', '.join(ENGINES)}", key="engine")
     if memory is None and cache_memory is None:
-        for key, value in (("users", users), ("engine", engine)):
-            if value is not None:
-                raise InputError(f"{key}: {value} needs a memory to count in; add memory or cache_memory", key=key)
-    if users is not None and users < 1:
-        raise InputError(f"users: {users}; at least 1", key="users")
+        _refuse_without_memory(users=users, engine=engine, context=context, block_tokens=block_tokens, chunk=chunk)
+    if users is not None:
+        _whole("users", users, most=_MAX_USERS)
+    lengths = _lengths(spec, tokens)
     result = Plan(
         spec=spec,
         format=fmt,
@@ -70,7 +76,8 @@ def plan(
         append_bytes_per_token=spec.append_bytes_per_token(fmt),
         retained_bytes_per_token=spec.retained_bytes_per_token(fmt),
         state_bytes=0,
-        sequence_bytes={count: spec.sequence_bytes(count, fmt) for count in _lengths(spec, tokens)},
+        sequence_bytes={count: spec.sequence_bytes(count, fmt) for count in lengths},
+        notes=_notes(spec, lengths),
     )
     if memory is None and cache_memory is None:
         return result
@@ -100,10 +107,37 @@ def _layer_rows(spec: ModelSpec) -> tuple[LayerRow, ...]:
     )
 
 
-def _lengths(spec: ModelSpec, tokens: Iterable[int | str] | None) -> list[int]:
+def _lengths(spec: ModelSpec, tokens: Iterable[int | str] | int | str | None) -> list[int]:
     if tokens is None:
         return [count for count in DEFAULT_TOKENS if count <= spec.max_context] or [spec.max_context]
-    return sorted({parse_tokens(count, key="tokens") for count in tokens})
+    given = [tokens] if isinstance(tokens, (int, str)) else tokens
+    lengths = sorted({parse_tokens(count, key="tokens") for count in given})
+    if lengths and lengths[0] < 1:
+        raise InputError(f"tokens: {lengths[0]}; a sequence has at least 1", key="tokens")
+    return lengths
+
+
+def _notes(spec: ModelSpec, lengths: list[int]) -> tuple[str, ...]:
+    beyond = [f"{count:,}" for count in lengths if count > spec.max_context]
+    if not beyond:
+        return ()
+    return (f"{spec.name} was made for {spec.max_context:,} tokens; what {', '.join(beyond)} would cost is arithmetic",)
+
+
+def _refuse_without_memory(**settings: object) -> None:
+    """These count what fits, and there is nothing to fit into."""
+    for key, value in settings.items():
+        if value is not None:
+            aside = "; a length is priced with `tokens`" if key == "context" else ""
+            raise InputError(
+                f"{key}: {value} needs a memory to count in; add `memory` or `cache_memory`{aside}", key=key
+            )
+
+
+def _whole(key: str, value: object, *, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise InputError(f"{key}: {value!r}; a whole number from 1 to {most}", key=key)
+    return value
 
 
 def _context(spec: ModelSpec, context: int | str | None) -> int:
@@ -131,8 +165,7 @@ def _with_capacity(
 
     spec, fmt = result.spec, result.format
     block = DEFAULT_BLOCK_TOKENS if block_tokens is None else block_tokens
-    if not 1 <= block <= 2**20:
-        raise InputError(f"block_tokens: {block}; 1 to {2**20}", key="block_tokens")
+    _whole("block_tokens", block, most=_MAX_BLOCK)
     weights = 0
     if cache_memory is None:
         assert memory is not None
@@ -142,14 +175,18 @@ def _with_capacity(
             raise DoesNotFit(
                 f"the weights of {spec.name} take {format_size(weights)}; {format_size(memory)} leaves no cache"
             )
-    capacity: Capacity = capacity_of(
-        spec,
-        fmt,
-        groups_of(spec, fmt, block),
-        cache_bytes=cache_memory,
-        context=context,
-        chunk=DEFAULT_CHUNK if chunk is None else chunk,
-    )
+    try:
+        capacity: Capacity = capacity_of(
+            spec,
+            fmt,
+            groups_of(spec, fmt, block),
+            cache_bytes=cache_memory,
+            context=context,
+            chunk=DEFAULT_CHUNK if chunk is None else _whole("chunk", chunk, most=MAX_TOKENS),
+        )
+    except DoesNotFit as error:
+        # The arena calls what it is given its memory; here that is the word for weights and cache together.
+        raise DoesNotFit(f"the cache: {str(error).removeprefix('memory: ')}") from error
     if users is not None:
         capacity.require(users)
     budget = Budget(
@@ -188,24 +225,14 @@ def _with_capacity(
                 *("--key", fmt.key, "--value", fmt.value, "--max-context", str(context)),
             ),
         )
-    return Plan(
-        spec=spec,
-        format=fmt,
-        layers=result.layers,
-        append_bytes_per_token=result.append_bytes_per_token,
-        retained_bytes_per_token=result.retained_bytes_per_token,
-        state_bytes=result.state_bytes,
-        sequence_bytes=result.sequence_bytes,
-        capacity=budget,
-        engine=account,
-    )
+    return replace(result, capacity=budget, engine=account)
 
 
 def _weights(spec: ModelSpec) -> int:
     if spec.weights_bytes is None:
         raise InputError(
             f"memory: the weights of {spec.name} are not known from {spec.source}; name a model directory or a .gguf "
-            f"file, or give the cache alone with cache_memory",
+            f"file, or give the cache alone with `cache_memory`",
             key="memory",
         )
     return spec.weights_bytes

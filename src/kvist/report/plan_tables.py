@@ -30,6 +30,8 @@ def print_plan(plan: Plan, *, explained: bool = False) -> None:
         ),
         [(f"{tokens:,}", format_size(size), f"{size:,}") for tokens, size in plan.sequence_bytes.items()],
     )
+    if plan.notes:
+        print_facts([("note", note) for note in plan.notes])
     if plan.capacity is not None:
         _print_capacity(plan.capacity)
     if plan.engine is not None:
