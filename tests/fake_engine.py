@@ -33,6 +33,7 @@ class ByteTokenizer:
     """Ids below 256 are bytes; then end and begin of a text."""
 
     vocab_size = 258
+    longest_token = 1
     eos_ids = frozenset({EOS})
     bos_id = BOS
 
@@ -125,6 +126,10 @@ class FakeLoop:
         self._ending: str | None = None
         self._dead = False
         self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
+
+    @property
+    def failure(self) -> str | None:
+        return "told to die" if self._dead else None
 
     def start(self) -> None:
         self._thread.start()

@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from kvist.engine.sentencepiece import SPACE, SentencePiece
-from kvist.engine.vocabulary import TURN_ENDS, Vocabulary, any_of, turn_ends
+from kvist.engine.vocabulary import NORMALISED, TURN_ENDS, Vocabulary, any_of, turn_ends
 from kvist.errors import BadFile, UnsupportedModel
 from kvist.spec.gguf import GGUFHeader, read_gguf
 
@@ -72,6 +72,7 @@ class _Metadata:
     default_ids: Mapping[str, int] = {}
     default_bos = False
     leading_space = False
+    shrinks = 1
 
     def __init__(self, header: GGUFHeader) -> None:
         self.header = header
@@ -135,6 +136,7 @@ class _Metadata:
             eos_ids=frozenset(index for index in ends if index is not None),
             leading_space=self.leading_space,
             templates=self.templates(),
+            shrinks=self.shrinks,
             variables={
                 name: self.tokens[index]
                 for name, key in _NAMED_IDS.items()
@@ -211,7 +213,8 @@ class _ByteLevel(_Metadata):
         if self.pre == _QWEN2:
             # As in the tokenizer.json that the model was trained with; llama.cpp leaves it out.
             hf.normalizer = normalizers.NFC()
-        return lambda text: list(hf.encode(text, add_special_tokens=False).ids)
+            self.shrinks = NORMALISED
+        return lambda text: encode_alone(hf, text)
 
     def token_bytes(self, index: int) -> bytes:
         if not 0 <= index < len(self.tokens):
@@ -269,6 +272,11 @@ class _Scored(_Metadata):
         if self.types[index] == _BYTE:
             return bytes([int(text[3:5], 16)])
         return text.replace(SPACE, " ").encode()
+
+
+def encode_alone(hf: Tokenizer, text: str) -> list[int]:
+    """Return the ids of one text and let other threads run meanwhile, which ``Tokenizer.encode`` does not."""
+    return list(hf.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
 
 def _letters() -> dict[str, int]:

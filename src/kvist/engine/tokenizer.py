@@ -49,6 +49,15 @@ class Tokenizer:
         folder = spec.path if spec.path.is_dir() else spec.path.parent
         return cls(read_tokenizer_files(folder, spec.config), name=spec.name)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest text that one id stands for; what a text of more than n times that has n ids at least.
+
+        White space that a tokenizer swallows counts as if each id could stand for that much alone.
+        """
+        written = map(self._vocabulary.token_bytes, range(self.vocab_size))
+        return max(1, max(map(len, written), default=1) * self._vocabulary.shrinks)
+
     def encode(self, text: str, *, special: bool = True, parse_special: bool = True) -> list[int]:
         """Return the ids of ``text``.
 

@@ -1,5 +1,6 @@
 """The tokenizer in a model directory: ``tokenizer.json`` and the small files beside it."""
 
+import copy
 import json
 import re
 import threading
@@ -9,9 +10,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from kvist.engine.gguf_tokenizer import bytes_of_letters
+from kvist.engine.gguf_tokenizer import bytes_of_letters, encode_alone
 from kvist.engine.sentencepiece import SPACE
-from kvist.engine.vocabulary import Vocabulary, turn_ends
+from kvist.engine.vocabulary import NORMALISED, Vocabulary, turn_ends
 from kvist.errors import BadFile, UnsupportedModel
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -50,6 +51,7 @@ class _Files:
         self.special_map = self.json("special_tokens_map.json")
         self.added = self.hf.get_added_tokens_decoder()
         self.decoders = self.decoder_steps(path)
+        self.plain: Tokenizer | None = None
         self.lock = threading.Lock()
 
     def json(self, name: str) -> dict[str, Any]:
@@ -95,6 +97,7 @@ class _Files:
             eos_ids=frozenset(self.end_ids(eos) | turn_ends(control)),
             leading_space=self.leading_space(),
             templates=self.templates(),
+            shrinks=self.shrinks(),
             variables=variables,
         )
 
@@ -108,10 +111,23 @@ class _Files:
         return (token, *around) if first else (*around, token)
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
-        # The switch belongs to the library's object, not to the call.
+        return encode_alone(self.hf if parse_special else self.plain_hf(), text)
+
+    def plain_hf(self) -> Tokenizer:
+        """The tokenizer to which control tokens are text: the switch belongs to the object, not to a call."""
         with self.lock:
-            self.hf.encode_special_tokens = not parse_special
-            return list(self.hf.encode(text, add_special_tokens=False).ids)
+            if self.plain is None:
+                plain = copy.deepcopy(self.hf)
+                plain.encode_special_tokens = True
+                self.plain = plain
+            return self.plain
+
+    def shrinks(self) -> int:
+        normalizer = self.hf.normalizer
+        whole = json.loads(normalizer.__getstate__()) if normalizer is not None else {"normalizers": []}
+        steps = {step["type"] for step in whole.get("normalizers", [whole])}
+        # Those that write a space in another way keep a text's length or add to it.
+        return NORMALISED if steps - {"Replace", "Prepend"} else 1
 
     def token_bytes(self, index: int) -> bytes:
         added = self.added.get(index)

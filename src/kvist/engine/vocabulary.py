@@ -13,6 +13,9 @@ _Tree: TypeAlias = dict[str, "_Tree"]
 # its end of text as eos (source: llama.cpp, src/llama-vocab.cpp, special_eot_id).
 TURN_ENDS = frozenset({"<|im_end|>", "<end_of_turn>", "<|eot_id|>", "<|end|>", "<|eom_id|>", "<EOT>", "<turn|>"})
 
+NORMALISED = 4
+"""`Vocabulary.shrinks` where a text is normalised: four bytes of a styled letter become one, nine of Korean three."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
@@ -29,6 +32,7 @@ class Vocabulary:
         eos_ids: every id that ends an answer.
         leading_space: encoding puts a space before the text, which decoding takes off again.
         templates: chat template by name.
+        shrinks: bytes of a text, at most, that one byte of a token stands for; above 1 where texts are normalised.
         variables: text by the name under which templates know it, such as ``bos_token``.
     """
 
@@ -43,6 +47,7 @@ class Vocabulary:
     leading_space: bool
     templates: Mapping[str, str]
     variables: Mapping[str, str]
+    shrinks: int = 1
 
 
 def turn_ends(control: Mapping[str, int]) -> set[int]:

@@ -13,12 +13,15 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvist.errors import EngineFailure, KvistError
+from kvist.errors import KvistError
+from kvist.server.admission import Admission
 from kvist.server.backend import Backend
 from kvist.server.errors import HTTP_CODES, ApiError, from_kvist
 from kvist.server.exchange import Bridge
+from kvist.server.hosts import check_host
 from kvist.server.metrics import ServerMetrics
 from kvist.server.openai import Service, routes
+from kvist.server.prompts import Prompts
 
 log = logging.getLogger("kvist.server")
 
@@ -31,16 +34,19 @@ _PAGE_HEADERS = {
 
 
 class Gate:
-    """Checks the key, counts what runs, and turns new work away once the server is draining.
+    """Checks host and key, counts what runs, and turns new work away once the server is draining.
 
     ``/v1`` and ``/cache`` need the key, the latter because it shows the beginnings of prompts. ``/health``,
     ``/metrics`` and the page (which holds nothing by itself) do not.
     """
 
-    def __init__(self, app: ASGIApp, *, state: "ServerState", api_key: str | None) -> None:
+    def __init__(
+        self, app: ASGIApp, *, state: "ServerState", api_key: str | None, hosts: frozenset[str] | None
+    ) -> None:
         self._app = app
         self._state = state
         self._api_key = api_key.encode() if api_key else None
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it here."""
@@ -61,9 +67,11 @@ class Gate:
                 self._state.changed.set()
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        path = scope["path"]
+        path, headers = scope["path"], dict(scope["headers"])
+        if self._hosts is not None and (refusal := check_host(headers.get(b"host"), self._hosts)):
+            return refusal
         if self._api_key is not None and (path.startswith("/v1/") or path == "/cache"):
-            given = dict(scope["headers"]).get(b"authorization", b"")
+            given = headers.get(b"authorization", b"")
             scheme, _, key = given.partition(b" ")
             if scheme.lower() != b"bearer" or not secrets.compare_digest(key.strip(), self._api_key):
                 problem = "wrong API key" if given else "no API key"
@@ -80,11 +88,10 @@ class Gate:
 
 
 class ServerState:
-    """Whether the server is going down or its engine has, and how many requests it still answers."""
+    """Whether the server is going down, and how many requests it still answers."""
 
     def __init__(self) -> None:
         self.draining = False
-        self.failure: str | None = None
         self.active = 0
         self.changed = asyncio.Event()
 
@@ -95,35 +102,44 @@ class ServerState:
             await self.changed.wait()
 
 
-def create_app(loop: Backend, *, api_key: str | None = None) -> FastAPI:
-    """Build the application around a running engine loop; its `ServerState` is ``app.state.server``."""
+def create_app(loop: Backend, *, api_key: str | None = None, hosts: frozenset[str] | None = None) -> FastAPI:
+    """Build the application around a running engine loop; its `ServerState` is ``app.state.server``.
+
+    Args:
+        loop: what answers.
+        api_key: what clients must send; None: nothing.
+        hosts: names by which clients may call the server; None: any.
+    """
     app = FastAPI(title="kvist", openapi_url=None)
     state = app.state.server = ServerState()
     metrics = ServerMetrics(loop.snapshot)
-    service = Service(backend=loop, bridge=Bridge(), metrics=metrics, created=int(time.time()))
+    service = Service(
+        backend=loop, bridge=Bridge(), metrics=metrics, prompts=Prompts(loop), admission=Admission(),
+        created=int(time.time()),
+    )  # fmt: skip
     page = resources.files("kvist.server").joinpath("page.html").read_bytes()
     app.include_router(routes(service))
-    app.add_middleware(Gate, state=state, api_key=api_key)
+    app.add_middleware(Gate, state=state, api_key=api_key, hosts=hosts)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         if state.draining:
             return JSONResponse({"status": "draining"}, 503)
-        if state.failure:
-            return JSONResponse({"status": "failed", "reason": state.failure}, 503)
+        if loop.failure:
+            return JSONResponse({"status": "failed", "reason": loop.failure}, 503)
         return JSONResponse({"status": "ok"})
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=["GET", "HEAD"])
     async def prometheus() -> Response:
         text = await asyncio.to_thread(metrics.text)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/cache")
+    @app.api_route("/cache", methods=["GET", "HEAD"])
     async def cache() -> Response:
         content = await asyncio.to_thread(lambda: json.dumps(loop.snapshot()).encode())
         return Response(content, media_type="application/json", headers={"cache-control": "no-store"})
 
-    @app.get("/")
+    @app.api_route("/", methods=["GET", "HEAD"])
     async def live_page() -> Response:
         return Response(page, media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
 
@@ -133,9 +149,6 @@ def create_app(loop: Backend, *, api_key: str | None = None) -> FastAPI:
 
     @app.exception_handler(KvistError)
     async def kvist_error(_: Request, error: KvistError) -> Response:
-        if isinstance(error, EngineFailure):
-            # A request was refused because the engine has stopped for good; whoever supervises us should know.
-            state.failure = str(error)
         return from_kvist(error).response()
 
     @app.exception_handler(HTTPException)

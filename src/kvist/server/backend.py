@@ -13,7 +13,8 @@ a model.
     bytes            {"free", "cached", "held", "waste"}: they add up to arena bytes
     groups           [{"name", "layers", "window", "block_tokens", "block_bytes", "blocks_total",
                        "free", "cached", "held", "block_states", "held_by"}]
-    tree             {"tokens", "nodes": [{"id", "parent", "tokens", "users", "last_used", "text"}]}, biggest first
+    tree             {"tokens", "nodes": [{"id", "parent", "tokens", "users", "last_used", "text"}]}, biggest first;
+                     "text" is what the beginning of the tokens says, null where the prompt was salted
     requests         [{"id", "state": "running"|"waiting", "prompt_tokens", "output_tokens", "length", "hit_tokens",
                        "blocks": {group: count}, "bytes", "planned_bytes", "age_seconds"}]
     counters         {"requests", "finished", "preempted", "refused", "prompt_tokens", "output_tokens",
@@ -39,6 +40,11 @@ class Tokenizer(Protocol):
     """Text to token ids and back, as the model's own files say."""
 
     vocab_size: int
+
+    @property
+    def longest_token(self) -> int:
+        """Bytes of the longest text that one id stands for; may take some tenths of a second at first."""
+        ...
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the ids of a text, with what the model puts around texts."""
@@ -82,6 +88,11 @@ class Backend(Protocol):
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
+        ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine has stopped by itself; None while all is well."""
         ...
 
     def submit(

@@ -67,7 +67,9 @@ def from_validation(error: ValidationError) -> ApiError:
     kind, message, location = first["type"], first["msg"], _path(first["loc"])
     if kind == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
-    if kind == "extra_forbidden":
+    if kind == "unknown":
+        field = first["ctx"]["field"]
+        location = f"{location}.{field}" if location else field
         return ApiError(400, f"unknown field: {location}", param=location, code="unknown_field")
     if kind == "missing":
         return ApiError(400, f"missing field: {location}", param=location, code="missing_field")
@@ -75,6 +77,11 @@ def from_validation(error: ValidationError) -> ApiError:
         field = first["ctx"]["field"]
         location = f"{location}.{field}" if location else field
         return ApiError(400, message, param=location, code="unsupported_field")
+    if not location and kind == "model_type":
+        return ApiError(
+            400, f"the body must be a JSON object, such as {{\"model\": \"NAME\", …}}{_got(first['input'])}",
+            code="invalid_value",
+        )  # fmt: skip
     if not location:
         # A rule about two fields is raised under the name of the one to change.
         location = kind if kind in message else ""

@@ -10,12 +10,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import Receive
 
 from kvist.engine.answer import Event, FinishReason, TokenLogprob
+from kvist.server.admission import Admission
 from kvist.server.backend import Backend
 from kvist.server.errors import ApiError
 from kvist.server.metrics import ServerMetrics
@@ -23,11 +25,18 @@ from kvist.server.metrics import ServerMetrics
 if TYPE_CHECKING:
     from kvist.engine.sampler import SamplingParams
 
+# Events of one request that may lie unsent: a client that reads so much more slowly than the engine writes is given up.
+MAX_BUFFERED = 2**16
+# The event loop is given to others this often, in seconds, while one request is being submitted.
+_BREATH = 0.002
+
+_T = TypeVar("_T")
+
 log = logging.getLogger("kvist.server")
 
 
 class HungUpError(Exception):
-    """The client hung up; nobody is left to answer."""
+    """The client hung up, or is given up because it does not read; nobody is left to answer."""
 
 
 class Bridge:
@@ -67,6 +76,7 @@ class Choice:
     index: int
     prompt_tokens: int
     request_id: str = ""
+    waits: bool = True
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     output_tokens: int = 0
@@ -90,20 +100,25 @@ class Piece:
 class Exchange:
     """The submissions of one HTTP request; whatever ends it, none of them is left running.
 
-    Used in the event loop only. ``submit`` as often as there are choices, then ``async with exchange`` and ``take``
-    until `finished`.
+    Used in the event loop only. ``begin``, ``submit`` as often as there are choices, ``take`` until `finished`; and
+    ``close``, however far it came.
     """
 
-    def __init__(self, backend: Backend, bridge: Bridge, metrics: ServerMetrics, receive: Receive) -> None:
+    def __init__(
+        self, backend: Backend, bridge: Bridge, metrics: ServerMetrics, admission: Admission, receive: Receive
+    ) -> None:
         self._backend = backend
         self._bridge = bridge
         self._metrics = metrics
+        self._admission = admission
         self._receive = receive
         self._events: list[tuple[int, Event, float]] = []
         self._wake = asyncio.Event()
         self._gone = False
         self._watcher: asyncio.Task[None] | None = None
-        self._started = time.monotonic()
+        self._work: asyncio.Future[Any] | None = None
+        self._started = self._breathed = time.monotonic()
+        self._waiting = 0
         self._open = 0
         self.choices: list[Choice] = []
 
@@ -112,26 +127,70 @@ class Exchange:
         """Whether every choice has its finish reason."""
         return self._open == 0
 
+    def begin(self, count: int) -> None:
+        """Take ``count`` places among the answers that wait, and watch from now on whether the client hangs up.
+
+        Raises:
+            ApiError: too many wait already.
+        """
+        self._admission.enter(count)
+        self._waiting = count
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def wait_for(self, executor: Executor, work: Callable[[], _T]) -> _T:
+        """Return what ``work`` returns in a thread; it is not begun any more once the client has hung up.
+
+        Raises:
+            HungUpError: the client has hung up.
+        """
+        self._work = future = asyncio.get_running_loop().run_in_executor(executor, work)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self._gone:
+                raise HungUpError from None
+            raise
+        finally:
+            self._work = None
+
     def submit(self, prompt_ids: list[int], params: "SamplingParams", *, cache_salt: str) -> None:
-        """Hand one more choice to the engine; when it is refused, those before it are taken back.
+        """Hand one more choice to the engine.
 
         Raises:
             InputError, DoesNotFit: from the engine.
         """
         choice = Choice(index=len(self.choices), prompt_tokens=len(prompt_ids))
+        choice.request_id = self._backend.submit(
+            prompt_ids, params, cache_salt=cache_salt, on_event=self._bridge.sink(self, choice.index)
+        )
         self.choices.append(choice)
         self._open += 1
-        try:
-            choice.request_id = self._backend.submit(
-                prompt_ids, params, cache_salt=cache_salt, on_event=self._bridge.sink(self, choice.index)
-            )
-        except BaseException:
-            self.choices.pop()
-            self.abort()
-            raise
+
+    async def breathe(self) -> None:
+        """Between two submissions: let others have the event loop when it has been ours for long.
+
+        Raises:
+            HungUpError: the client has hung up.
+        """
+        if time.monotonic() - self._breathed > _BREATH:
+            await asyncio.sleep(0)
+            self._breathed = time.monotonic()
+        if self._gone:
+            raise HungUpError
 
     def put(self, index: int, event: Event, moment: float) -> None:
         """Called by the bridge for each event."""
+        choice = self.choices[index]
+        if choice.waits and self._waiting:
+            choice.waits = False
+            self._waiting -= 1
+            self._admission.leave(1)
+        if self._gone:
+            return
+        if len(self._events) >= MAX_BUFFERED:
+            log.info("a client reads its stream more slowly than it is written and is given up")
+            self._give_up()
+            return
         self._events.append((index, event, moment))
         self._wake.set()
 
@@ -209,16 +268,21 @@ class Exchange:
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self._give_up()
+
+    def _give_up(self) -> None:
         self._gone = True
         # At once, not when the request's task gets its turn: a task that waits to send may get none.
         self.abort()
+        self._events.clear()
         self._wake.set()
+        if self._work is not None:
+            self._work.cancel()
 
-    async def __aenter__(self) -> "Exchange":
-        self._watcher = asyncio.create_task(self._watch())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Stop what still runs and give back what was taken."""
         if self._watcher is not None:
             self._watcher.cancel()
         self.abort()
+        self._admission.leave(self._waiting)
+        self._waiting = 0

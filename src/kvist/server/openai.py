@@ -1,33 +1,33 @@
 """The OpenAI routes: from a request's body to submissions, and from the engine's events to an answer."""
 
-import asyncio
 import hashlib
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ValidationError
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
 
 from kvist._version import __version__
 from kvist.engine.sampler import SamplingParams
+from kvist.server.admission import Admission
 from kvist.server.backend import Backend
 from kvist.server.errors import ApiError, from_validation
+from kvist.server.event_stream import EventStream
 from kvist.server.exchange import Bridge, Exchange, HungUpError
 from kvist.server.metrics import ServerMetrics
+from kvist.server.prompts import Prompts
 from kvist.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from kvist.server.shapes import ChatShape, CompletionShape, Envelope
 
-MAX_BODY_BYTES = 16 * 2**20
+# Reading a body of this size takes some tenths of a second, for which the event loop is not free.
+MAX_BODY_BYTES = 4 * 2**20
+# A token id and what stands between two, in JSON; a context that needs more than the above may have it.
+_BYTES_OF_ID = 8
 # OpenAI's default of /v1/completions; a chat may by default go on until the context is full.
 DEFAULT_COMPLETION_TOKENS = 16
-# Longer texts are tokenised in a thread: a millisecond is about what other streams may wait.
-LONG_TEXT = 4_000
-# A comment after so many silent seconds keeps proxies from closing a stream during a long prefill.
-PING_SECONDS = 15.0
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -39,6 +39,8 @@ class Service:
     backend: Backend
     bridge: Bridge
     metrics: ServerMetrics
+    prompts: Prompts
+    admission: Admission
     created: int
 
     @property
@@ -47,12 +49,17 @@ class Service:
         digest = hashlib.sha256(f"{__version__} {self.backend.model_id}".encode()).hexdigest()
         return f"kvist-{__version__}-{digest[:8]}"
 
+    @property
+    def max_body(self) -> int:
+        """Bytes of the largest body that is read."""
+        return max(MAX_BODY_BYTES, _BYTES_OF_ID * self.backend.max_context)
 
-async def read_body(request: Request, model: type[Body]) -> Body:
+
+async def read_body(request: Request, model: type[Body], *, limit: int) -> Body:
     """Read and validate a JSON body.
 
     Raises:
-        ApiError: 413 past `MAX_BODY_BYTES`, 415 for another content type, 400 for everything the schema refuses.
+        ApiError: 413 past ``limit`` bytes, 415 for another content type, 400 for everything the schema refuses.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # Also what keeps a foreign page in a browser from posting here without a preflight.
@@ -60,15 +67,15 @@ async def read_body(request: Request, model: type[Body]) -> Body:
         raise ApiError(415, f"content-type {kind!r} is not supported; send application/json")
     declared = request.headers.get("content-length", "")
     content = bytearray()
-    too_large = declared.isdecimal() and int(declared) > MAX_BODY_BYTES
+    too_large = declared.isdecimal() and int(declared) > limit
     if not too_large:
         async for part in request.stream():
             content += part
-            if too_large := len(content) > MAX_BODY_BYTES:
+            if too_large := len(content) > limit:
                 break
     if too_large:
         raise ApiError(
-            413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large",
+            413, f"the body is larger than {limit} bytes", code="body_too_large",
             headers={"connection": "close"},
         )  # fmt: skip
     try:
@@ -88,106 +95,86 @@ def routes(service: Service) -> APIRouter:
             "max_model_len": backend.max_context,
         }  # fmt: skip
 
-    @router.get("/v1/models")
+    @router.api_route("/v1/models", methods=["GET", "HEAD"])
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [card()]})
 
-    @router.get("/v1/models/{name:path}")
+    @router.api_route("/v1/models/{name:path}", methods=["GET", "HEAD"])
     async def one_model(name: str) -> Response:
         _check_model(name, backend)
         return JSONResponse(card())
 
     @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        body = await read_body(request, ChatRequest)
+        body = await read_body(request, ChatRequest, limit=service.max_body)
         _check_model(body.model, backend)
         messages = [{"role": _role(message.role), "content": message.content} for message in body.messages]
-        length = sum(len(message["content"]) for message in messages)
-        ids = await _ids(backend.tokenizer.chat, messages, length)
-        limit = body.max_completion_tokens or body.max_tokens
         shape = ChatShape(backend.tokenizer, with_logprobs=body.logprobs)
-        return await _answer(service, request, body, shape, [ids], limit, "messages")
+        limit = body.max_completion_tokens or body.max_tokens
+
+        async def prompts(exchange: Exchange) -> _Prompts:
+            ids = await service.prompts.chat(messages, exchange)
+            return _Prompts(field="messages", ids=[ids], limit=limit, shape=shape)
+
+        return await _answer(service, request, body, body.n, prompts)
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = await read_body(request, CompletionRequest)
+        body = await read_body(request, CompletionRequest, limit=service.max_body)
         _check_model(body.model, backend)
-        prompts = [await _prompt_ids(backend, prompt) for prompt in body.prompt]
-        limit = body.max_tokens or DEFAULT_COMPLETION_TOKENS
-        echoes = []
-        if body.echo:
-            texts = [p if isinstance(p, str) else backend.tokenizer.decode(p) for p in body.prompt]
+
+        async def prompts(exchange: Exchange) -> _Prompts:
+            ids = await service.prompts.ids(body.prompt, exchange)
+            texts = await service.prompts.texts(body.prompt, exchange) if body.echo else []
             echoes = [text for text in texts for _ in range(body.n)]
-        shape = CompletionShape(backend.tokenizer, with_logprobs=body.logprobs is not None, echoes=echoes)
-        return await _answer(service, request, body, shape, prompts, limit, "prompt")
+            shape = CompletionShape(backend.tokenizer, with_logprobs=body.logprobs is not None, echoes=echoes)
+            limit = body.max_tokens or DEFAULT_COMPLETION_TOKENS
+            return _Prompts(field="prompt", ids=ids, limit=limit, shape=shape)
+
+        return await _answer(service, request, body, body.n * len(body.prompt), prompts)
 
     return router
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prompts:
+    """A request's prompts, each with its ids, and what its answers look like; ``field`` is where they stood."""
+
+    field: str
+    ids: Sequence[list[int]]
+    limit: int | None
+    shape: ChatShape | CompletionShape
 
 
 async def _answer(
     service: Service,
     request: Request,
     body: GenerationRequest,
-    shape: ChatShape | CompletionShape,
-    prompts: Sequence[list[int]],
-    limit: int | None,
-    field: str,
+    count: int,
+    prompts: Callable[[Exchange], Awaitable[_Prompts]],
 ) -> Response:
-    exchange = Exchange(service.backend, service.bridge, service.metrics, request.receive)
-    rooms = [_room(service.backend, ids, limit, field) for ids in prompts]
-    for ids, room in zip(prompts, rooms, strict=True):
-        for copy in range(body.n):
-            exchange.submit(ids, _sampling(body, room, copy), cache_salt=body.cache_salt)
-    envelope = Envelope(
-        shape, model=service.backend.model_id, fingerprint=service.fingerprint, stream_usage=body.include_usage
-    )
-    if body.stream:
-        return EventStream(exchange, envelope, usage_per_prompt=body.n if body.include_usage else None)
-    try:
-        async with exchange:
-            await exchange.collect()
-    except HungUpError:
-        return Response(status_code=499)
-    return Response(envelope.whole(exchange.choices, body.n), media_type="application/json")
-
-
-class EventStream(Response):
-    """Server-sent events of one exchange: opening, pieces as they come, usage when asked for, ``[DONE]``."""
-
-    def __init__(self, exchange: Exchange, envelope: Envelope, *, usage_per_prompt: int | None) -> None:
-        self.status_code = 200
-        self.background = None
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self.raw_headers.append((b"content-type", b"text/event-stream; charset=utf-8"))
-        self._exchange = exchange
-        self._envelope = envelope
-        self._usage_per_prompt = usage_per_prompt
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until every choice is finished or the client is gone."""
-        exchange, envelope = self._exchange, self._envelope
-
-        async def write(data: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": data, "more_body": more})
-
+    exchange = Exchange(service.backend, service.bridge, service.metrics, service.admission, request.receive)
+    with ExitStack() as stack:
+        stack.callback(exchange.close)
         try:
-            async with exchange:
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                if opening := b"".join(envelope.opening(choice.index) for choice in exchange.choices):
-                    await write(opening)
-                while not exchange.finished:
-                    pieces = await exchange.take(PING_SECONDS)
-                    data = b"".join(envelope.piece(piece) for piece in pieces) if pieces else b": waiting\n\n"
-                    if data:
-                        await write(data)
-                last = b"data: [DONE]\n\n"
-                if self._usage_per_prompt is not None:
-                    last = envelope.usage(exchange.choices, self._usage_per_prompt) + last
+            exchange.begin(count)
+            given = await prompts(exchange)
+            rooms = [_room(service.backend, ids, given.limit, given.field) for ids in given.ids]
+            for ids, room in zip(given.ids, rooms, strict=True):
+                for copy in range(body.n):
+                    exchange.submit(ids, _sampling(body, room, copy), cache_salt=body.cache_salt)
+                    await exchange.breathe()
+            envelope = Envelope(
+                given.shape, model=service.backend.model_id, fingerprint=service.fingerprint,
+                stream_usage=body.include_usage,
+            )  # fmt: skip
+            if body.stream:
+                stack.pop_all()
+                return EventStream(exchange, envelope, usage_per_prompt=body.n if body.include_usage else None)
+            await exchange.collect()
         except HungUpError:
-            return
-        except ApiError as error:
-            last = b"data: " + json.dumps(error.body).encode() + b"\n\ndata: [DONE]\n\n"
-        await write(last, more=False)
+            return Response(status_code=499)
+    return Response(envelope.whole(exchange.choices, body.n), media_type="application/json")
 
 
 def _check_model(name: str, backend: Backend) -> None:
@@ -201,26 +188,6 @@ def _check_model(name: str, backend: Backend) -> None:
 def _role(role: str) -> str:
     # OpenAI's newer name of the same role; the models' templates know the older one.
     return "system" if role == "developer" else role
-
-
-Text = TypeVar("Text")
-
-
-async def _ids(tokenize: Callable[[Text], list[int]], text: Text, length: int) -> list[int]:
-    return await asyncio.to_thread(tokenize, text) if length > LONG_TEXT else tokenize(text)
-
-
-async def _prompt_ids(backend: Backend, prompt: str | list[int]) -> list[int]:
-    tokenizer = backend.tokenizer
-    if isinstance(prompt, str):
-        return await _ids(tokenizer.encode, prompt, len(prompt))
-    largest = max(prompt)
-    if largest >= tokenizer.vocab_size:
-        raise ApiError(
-            400, f"prompt: token id {largest} is outside the vocabulary; ids are below {tokenizer.vocab_size}",
-            param="prompt", code="invalid_value",
-        )  # fmt: skip
-    return prompt
 
 
 def _room(backend: Backend, ids: list[int], limit: int | None, field: str) -> int:

@@ -1,23 +1,25 @@
-"""``kvist serve``: the engine, its loop and the HTTP server, from start to an orderly end."""
+"""``kvist serve``: the address, the engine, its loop and the HTTP server, in this order.
 
-import asyncio
+What takes long to import is imported when it is needed: a port that is taken is said at once, and signals are heeded
+from the beginning.
+"""
+
 import os
-import signal
 import socket
-import sys
 from argparse import Namespace
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import uvicorn
-
 from kvist.errors import InputError
-from kvist.server.backend import Backend
-from kvist.units import format_size
+from kvist.server.loading import ended_by_signals, ignore_signals
 
 if TYPE_CHECKING:
-    from kvist.server.app import ServerState
+    from kvist.server.backend import Backend
+
+# A client that takes nothing is noticed once this much lies in the kernel, which doubles it, and not after megabytes.
+_SEND_BUFFER = 2**16
+# Milliseconds after which the kernel drops a connection whose other side takes nothing, or has vanished.
+_VANISHED = 90_000
 
 
 def serve(args: Namespace) -> int:
@@ -29,10 +31,10 @@ def serve(args: Namespace) -> int:
     Raises:
         InputError: the address cannot be used, or the engine refuses its settings.
         DoesNotFit: the model or one block a group does not fit into the memory.
+        SystemExit: with 0, where a signal came while the model was loading.
     """
     # First the address, which can fail at once, then the model, which takes seconds.
-    listener = bind(args.host, args.port)
-    with listener:
+    with ended_by_signals(), bind(args.host, args.port) as listener:
         from kvist.engine.engine import Engine, best_dtype
         from kvist.engine.loop import EngineLoop
         from kvist.spec.formats import CacheFormat
@@ -48,7 +50,7 @@ def serve(args: Namespace) -> int:
         model = (args.model,) if args.model else ()
         loop = EngineLoop(Engine(*model, **settings))
         loop.start()
-        return run(loop, listener, api_key=args.api_key or os.environ.get("KVIST_API_KEY"))
+        return run(loop, listener, api_key=args.api_key or os.environ.get("KVIST_API_KEY"), host=args.host)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -67,6 +69,11 @@ def bind(host: str, port: int) -> socket.socket:
         raise InputError(f"--host {host}: {error}; give an address of this machine", key="host") from None
     listener = socket.socket(family, kind, proto)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Its connections inherit these.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        with suppress(OSError):
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _VANISHED)
     try:
         listener.bind(address)
     except OSError as error:
@@ -79,81 +86,24 @@ def _in_use(host: str, port: int, error: OSError) -> InputError:
     return InputError(f"--port {port} on {host}: {error.strerror}; choose another with --port", key="port")
 
 
-def run(loop: Backend, listener: socket.socket, *, api_key: str | None = None) -> int:
-    """Answer on a bound socket until a signal; then finish what runs (a second signal aborts it). Return 0."""
-    # Not at the top: a port that is taken should be said before PyTorch is loaded.
-    from kvist.server.app import create_app
+def run(loop: "Backend", listener: socket.socket, *, api_key: str | None = None, host: str | None = None) -> int:
+    """Answer on a bound socket until a signal; then finish what runs (a second signal aborts it). Return 0.
 
-    app = create_app(loop, api_key=api_key)
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, lifespan="off", timeout_keep_alive=75
-    )
-    host, port = listener.getsockname()[:2]
-    if not (api_key or host.startswith("127.") or host == "::1"):
-        _say(f"kvist: {host} is open to the network and no --api-key is set: whoever reaches it can use it")
-    server = _Server(config, app.state.server, loop, ready=_ready_line(loop, host, port))
+    Args:
+        loop: the running engine, which is stopped in the end.
+        listener: from `bind`.
+        api_key: what clients must send; None: nothing.
+        host: the name that was bound, by which clients may call the server.
+    """
+    from kvist.server.lifetime import listen
+
     try:
-        asyncio.run(server.serve(sockets=[listener]))
+        listen(loop, listener, api_key=api_key, host=host)
     except OSError as error:
         # Two servers that start at the same moment can both bind; only one can listen.
-        raise _in_use(host, port, error) from None
+        bound, port = listener.getsockname()[:2]
+        raise _in_use(bound, port, error) from None
     finally:
+        ignore_signals()
         loop.stop(drain=False)
     return 0
-
-
-class _Server(uvicorn.Server):
-    """uvicorn's server, which on a signal stays up for ``/health`` until what runs is finished."""
-
-    def __init__(self, config: uvicorn.Config, state: "ServerState", loop: Backend, *, ready: str) -> None:
-        super().__init__(config)
-        self._state = state
-        self._backend = loop
-        self._ready = ready
-        self._tasks: list[asyncio.Task[None]] = []
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Handle both signals here: uvicorn's own handler would raise them again at the end, and exit by signal."""
-        events = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            events.add_signal_handler(number, self._on_signal)
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then say so."""
-        await super().startup(sockets)
-        _say(self._ready)
-
-    def _on_signal(self) -> None:
-        if not self._tasks:
-            self._state.draining = True
-            running = self._state.active
-            left = f"; finishing {running} first, a second signal aborts" if running else ""
-            _say(f"kvist: shutting down{left}")
-            self._tasks.append(asyncio.create_task(self._finish()))
-        else:
-            self._tasks.append(asyncio.create_task(self._abort()))
-
-    async def _finish(self) -> None:
-        await self._state.idle()
-        self.should_exit = True
-
-    async def _abort(self) -> None:
-        # In a thread: the engine ends after its step, and until then clients are to hear what happened.
-        await asyncio.to_thread(self._backend.stop, drain=False)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._state.idle(), timeout=1)
-        self.should_exit = self.force_exit = True
-
-
-def _ready_line(loop: Backend, host: str, port: int) -> str:
-    now = loop.snapshot()
-    shown = f"[{host}]" if ":" in host else host
-    codecs = now["format"]
-    cache = f"{loop.cache_tokens:,} tokens in {format_size(now['arena']['bytes'])} ({codecs['key']}/{codecs['value']})"
-    return f"kvist: {loop.model_id} in {now['dtype']} is ready on http://{shown}:{port} · cache {cache}"
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -2,19 +2,23 @@
 
 A field is in one of three classes: supported (a field of the models below); known to OpenAI's or vLLM's clients and
 accepted only at the value at which it has no effect (`NO_EFFECT`); or unknown. The last two, and every wrong value,
-are a 400 that names the field.
+are a 400 that names the field. Reading stops at the first fault of a list or of an object's names: a million faults,
+which fit into one body, would keep the event loop for a minute.
 """
 
 import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
+# Answers to one request: the number of its prompts times n.
+MAX_ANSWERS = 512
 MAX_CHOICES = 128
-MAX_PROMPTS = 2048
+MAX_MESSAGES = 4096
 MAX_STOPS = 16
+MAX_STOP_IDS = 1024
 MAX_LOGPROBS = 20
 
 NO_EFFECT: Mapping[str, tuple[Any, ...]] = {
@@ -69,7 +73,7 @@ def _wrong(message: str) -> PydanticCustomError:
 
 
 def _without_no_effect(data: Any, fields: Mapping[str, Any], no_effect: Mapping[str, tuple[Any, ...]]) -> Any:
-    """Drop nulls of known fields and fields at a value without effect; refuse other values of the latter."""
+    """Drop nulls of known fields and fields at a value without effect; refuse other values and unknown fields."""
     if not isinstance(data, dict):
         return data
     kept = {}
@@ -77,7 +81,9 @@ def _without_no_effect(data: Any, fields: Mapping[str, Any], no_effect: Mapping[
         known = name in fields or name in no_effect
         if known and value is None:
             continue
-        if name in fields or name not in no_effect:
+        if not known:
+            raise PydanticCustomError("unknown", "unknown field", {"field": name})
+        if name in fields:
             kept[name] = value
         elif value not in no_effect[name]:
             raise PydanticCustomError(
@@ -104,6 +110,8 @@ def _content(value: Any) -> Any:
     """Text of a message: a string, or a list of text parts, which are joined by newlines as other servers do."""
     if not isinstance(value, list):
         return value
+    if len(value) > MAX_MESSAGES:
+        raise _wrong(f"{len(value)} parts; at most {MAX_MESSAGES} go into one message")
     texts = []
     for index, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -117,7 +125,7 @@ def _content(value: Any) -> Any:
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int and item >= 0 for item in value)
+    return isinstance(value, list) and bool(value) and set(map(type, value)) == {int} and min(value) >= 0
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]]:
@@ -128,8 +136,8 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
         return [value]
     if not isinstance(value, list) or not value:
         raise _wrong("must be a string, a list of strings, a list of token ids or a list of such lists; not empty")
-    if len(value) > MAX_PROMPTS:
-        raise _wrong(f"{len(value)} prompts; at most {MAX_PROMPTS} go into one request")
+    if len(value) > MAX_ANSWERS:
+        raise _wrong(f"{len(value)} prompts; at most {MAX_ANSWERS} go into one request")
     if all(isinstance(item, str) for item in value) or all(_is_ids(item) for item in value):
         return value
     raise _wrong("its items must all be strings, all token ids (0 or more), or all non-empty lists of token ids")
@@ -139,6 +147,11 @@ class StreamOptions(BaseModel):
     """What a stream sends beside the answer."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_unknown(cls, data: Any) -> Any:
+        return _without_no_effect(data, cls.model_fields, {})
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
@@ -155,8 +168,8 @@ class GenerationRequest(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0, le=1)
-    stop: Annotated[list[str], BeforeValidator(_stops), Field(max_length=MAX_STOPS)] = []
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    stop: Annotated[list[str], FailFast(), Field(max_length=MAX_STOPS), BeforeValidator(_stops)] = []
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], FailFast(), Field(max_length=MAX_STOP_IDS)] = []
     ignore_eos: bool = False
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -204,7 +217,7 @@ class Message(BaseModel):
 class ChatRequest(GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -235,6 +248,13 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _agree(self) -> "CompletionRequest":
+        answers = len(self.prompt) * self.n
+        if answers > MAX_ANSWERS:
+            raise PydanticCustomError(
+                "n", "{message}",
+                {"message": f"n and prompt: {self.n} answers to each of {len(self.prompt)} prompts are {answers}; "
+                            f"at most {MAX_ANSWERS} go into one request"},
+            )  # fmt: skip
         if self.echo and self.logprobs is not None:
             raise PydanticCustomError("echo", "echo with logprobs is not supported: prompts have no log-probabilities")
         return self

@@ -1,0 +1,44 @@
+"""Signals that come before the server listens: while the model is loading, and once all is over."""
+
+import signal
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextmanager
+def ended_by_signals() -> Generator[None, None, None]:
+    """Make SIGTERM and SIGINT end the program with exit code 0, wherever it is; afterwards they do nothing.
+
+    An event loop that handles the signals itself takes them over. To be used in the main thread.
+    """
+    came = False
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        del number, frame
+        if not came:
+            came = True
+            say("kvist: shutting down")
+        raise SystemExit(0)
+
+    for number in _SIGNALS:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        ignore_signals()
+
+
+def ignore_signals() -> None:
+    """Ignore both from now on: what is left takes a moment and must not be cut short."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def say(line: str) -> None:
+    """Tell whoever started the program."""
+    print(line, file=sys.stderr, flush=True)
