@@ -18,6 +18,9 @@ Sizes are `512MiB`, `40GiB` (binary), `80GB` (decimal) or plain bytes; token cou
 or plain numbers. `--json` prints one JSON object on standard output and nothing else there. Exit codes: 0 done,
 1 our own failure, 2 the input or the call is wrong, 3 it does not fit, 130 interrupted. An error is one line on
 standard error that says what, the value, and what would be right; `KVIST_DEBUG=1` shows the traceback too.
+
+`--memory` means what a machine has to give in `kvist plan`, weights and cache together, and what the cache gets in
+`kvist generate` and `kvist serve`, which load the weights beside it. `kvist plan --cache-memory` is the latter.
 """
 
 

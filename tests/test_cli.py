@@ -13,6 +13,8 @@ from gguf_files import write_gguf
 
 from kvist import cli
 from kvist.cli import main, parse
+from kvist.cli_values import in_options
+from kvist.errors import InputError
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -62,12 +64,12 @@ def test_rows_of_formats_and_models(capsys: pytest.CaptureFixture[str]) -> None:
         ("plan smollm2-135m --memory much", 2, "--memory: 'much' is not a size; write 512MiB"),
         ("plan smollm2-135m --context 8q", 2, "--context: '8q' is not a token count"),
         ("plan smollm2-135m --users -3", 2, "--users"),
-        ("plan smollm2-135m --key int3", 2, "key: 'int3' is not a codec; choose one of f32"),
+        ("plan smollm2-135m --key int3", 2, "--key: 'int3' is not a codec; choose one of f32"),
         ("plan smollm2-135m --memory 1GiB --cache-memory 1GiB", 2, "not allowed with argument --memory"),
         ("plan smollm2-135m --gpu H100", 2, "plan: unknown argument '--gpu'"),
         ("plan smollm2-135m --engine vllm", 2, "invalid choice: 'vllm'"),
         ("plan smollm2-135m --assume kv", 2, "--assume: 'kv' is not KEY=VALUE"),
-        ("plan smollm2-135m --assume kv=1", 2, "assume: 'kv' is no key that is read"),
+        ("plan smollm2-135m --assume kv=1", 2, "--assume: 'kv' is no key that is read"),
         ("plan smollm2-135m --cache-memory 1GiB --users 99", 3, "99 users x 8192 tokens need"),
         ("plan smollm2-135m --memory 1MiB", 3, "leaves no cache"),
         ("generate", 2, "generate: 0 words; give [MODEL] PROMPT"),
@@ -75,6 +77,33 @@ def test_rows_of_formats_and_models(capsys: pytest.CaptureFixture[str]) -> None:
         ("generate a b --temperature warm", 2, "--temperature: 'warm' is not a number"),
         ("serve a --prot 1", 2, "serve: unknown argument '--prot'"),
         ("serve a --port x", 2, "--port: 'x' is not a whole number"),
+        ("serve a --port 65536", 2, "--port: '65536' is out of range; 0 to 65535"),
+        ("serve a --max-running 0", 2, "--max-running: '0' is out of range; 1 or more"),
+        ("serve a --max-context 0", 2, "--max-context: '0' is out of range; 1 or more"),
+        ("serve a --block 0", 2, "--block: '0' is out of range; 1 to 1048576"),
+        ("generate a b --value int3", 2, "--value: 'int3' is not a codec"),
+        ("generate a b --seed 9223372036854775808", 2, "--seed: '9223372036854775808' is out of range; -9223372036854"),
+        ("generate a b --seed 1.5", 2, "--seed: '1.5' is not a whole number"),
+        ("generate a b --top-k -2", 2, "--top-k: '-2' is out of range; -1 or more"),
+        ("generate a b --top-p 0", 2, "--top-p: '0' is out of range; above 0, at most 1"),
+        ("generate a b --min-p -.5", 2, "--min-p: '-.5' is out of range; 0 to 1"),
+        ("generate a b --temperature nan", 2, "--temperature: 'nan' is out of range; 0 to 100"),
+        ("generate a b --temperature -1", 2, "--temperature: '-1' is out of range"),
+        ("generate a b --max-tokens 0", 2, "--max-tokens: '0' is out of range; 1 or more"),
+        ("generate a b --max-tokens -3", 2, "--max-tokens: '-3' is negative; a token count is 0 or more"),
+        ("generate a b --stop=", 2, "--stop: an empty text cannot be found"),
+        ("generate a b --memory -1GiB", 2, "--memory: '-1GiB' is negative; a size is 0 or more bytes"),
+        ("plan smollm2-135m --cache-memory -1GiB", 2, "--cache-memory: '-1GiB' is negative; a size is 0 or more"),
+        ("plan smollm2-135m --cache-memory 9999PiB", 2, "--cache-memory: '9999PiB' is too large"),
+        ("plan smollm2-135m --cache-memory 1GiB --context 9k", 2, "--context: 9216 tokens; smollm2-135m allows 1 to"),
+        ("plan smollm2-135m --context 4k", 2, "--context: 4096 needs a memory to count in; add --memory or --cache-m"),
+        ("plan smollm2-135m --block 16", 2, "--block: 16 needs a memory"),
+        ("plan smollm2-135m --users 3", 2, "--users: 3 needs a memory to count in; add --memory or --cache-memory"),
+        ("plan smollm2-135m --engine kvist", 2, "--engine: kvist needs a memory to count in; add --memory or"),
+        ("plan smollm2-135m --tokens 0", 2, "--tokens: '0' is out of range; 1 or more"),
+        ("plan smollm2-135m --tokens 2000000M", 2, "--tokens: '2000000M' is too large"),
+        ("plan llama-3-8b", 2, "no model 'llama-3-8b': neither a file or directory here nor a known name; known are"),
+        ("plan smollm2-135m --cache-memory 1", 3, "the cache: 1 B holds 0 slabs"),
     ],
 )
 def test_errors_are_one_line_and_an_exit_code(
@@ -118,6 +147,63 @@ def test_generate_and_serve_get_their_options_by_name() -> None:
     }
     assert wanted <= set(vars(serve))
     assert (serve.model, serve.host, serve.port, serve.max_context) == (None, "127.0.0.1", 8000, 4096)
+
+
+def test_negative_values_are_values() -> None:
+    args = parse(["generate", "a prompt", "--seed", "-1", "--top-k", "-1"])
+    assert (args.seed, args.top_k, args.prompt) == (-1, 0, "a prompt")
+    assert parse(["generate", "p", "--seed", str(-(2**63))]).seed == -(2**63)
+    assert parse(["generate", "p", "--stop", "-1"]).stop == ["-1"]
+
+
+@pytest.mark.parametrize(
+    ("key", "just_outside"),
+    [
+        ("temperature", (-0.01, 100.1, float("nan"))),
+        ("top_p", (0, 1.01)),
+        ("min_p", (-0.01, 1.01)),
+        ("seed", (-(2**63) - 1, 2**63)),
+        ("max_tokens", (0,)),
+        ("top_k", (-2,)),
+    ],
+)
+def test_what_the_sampler_refuses_is_refused_before_it_is_loaded(key: str, just_outside: tuple[float, ...]) -> None:
+    from kvist.engine.sampler import SamplingParams
+
+    for value in just_outside:
+        with pytest.raises(InputError):
+            SamplingParams.of({key: value})
+        with pytest.raises(InputError, match=f"--{key.replace('_', '-')}: "):
+            parse(["generate", "p", f"--{key.replace('_', '-')}={value}"])
+
+
+@pytest.mark.parametrize(
+    ("key", "accepted"),
+    [("temperature", (0, 100)), ("top_p", (0.01, 1)), ("min_p", (0, 1)), ("seed", (-(2**63), 2**63 - 1))],
+)
+def test_what_the_sampler_accepts_is_accepted(key: str, accepted: tuple[float, ...]) -> None:
+    from kvist.engine.sampler import SamplingParams
+
+    for value in accepted:
+        SamplingParams.of({key: value})
+        assert getattr(parse(["generate", "p", f"--{key.replace('_', '-')}={value}"]), key) == value
+
+
+def test_wrong_settings_are_told_before_the_engine_is_loaded() -> None:
+    code = (
+        "import sys; from kvist.cli import main; code = main(['generate', 'p', '--top-p', '2']);"
+        "print(code, [name for name in ('torch', 'numpy', 'kvist.engine') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "2 []"
+
+
+def test_messages_about_parameters_are_about_options_at_the_command_line() -> None:
+    names = {"cache_memory": "--cache-memory", "block": "--block", "key": "--key"}
+    assert in_options("block_tokens: 3; add `cache_memory`", "block_tokens", names) == "--block: 3; add --cache-memory"
+    assert in_options("key: no", "key", names) == "--key: no"
+    assert in_options("key: no", None, names) == "key: no"
+    assert in_options("a/file: `pip config` and `other`", "model", names) == "a/file: `pip config` and `other`"
 
 
 def raising(error: BaseException) -> Any:
@@ -176,6 +262,32 @@ def test_a_reader_that_has_seen_enough_is_not_an_error() -> None:
             [sys.executable, "-m", "kvist", "formats"], stdout=closed, stderr=subprocess.PIPE, check=False
         )
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("words", [["formats"], ["models", "--json"], ["plan", "--help"], ["--version"]])
+def test_a_full_disk_is_one_line(words: list[str]) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvist", *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr == "kvist: standard output cannot be written: No space left on device\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
+@pytest.mark.parametrize(
+    ("words", "code", "err"),
+    [
+        ("formats >&-", 1, "kvist: standard output is closed; the answer has nowhere to go\n"),
+        ("formats >&- 2>&-", 1, ""),
+        ("plan nothing-like-it 2>&-", 2, ""),
+        ("plan nothing-like-it >&-", 1, "kvist: standard output is closed; the answer has nowhere to go\n"),
+    ],
+)
+def test_closed_streams_are_no_internal_error(words: str, code: int, err: str) -> None:
+    done = subprocess.run(f"{sys.executable} -m kvist {words}", shell=True, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", err)
 
 
 def test_plan_loads_neither_torch_nor_numpy_nor_rich() -> None:

@@ -7,41 +7,55 @@ are inside the commands, so that ``kvist plan`` starts in a tenth of a second an
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
+from kvist import cli_values as values
 from kvist._version import __version__
+from kvist.cli_streams import drop_output, finish_output, is_output_error, prepare_streams
+from kvist.cli_values import in_options, join_negatives
 from kvist.errors import InputError, KvistError
 
 _ENGINE_MODULES = {"torch", "safetensors", "gguf", "tokenizers", "jinja2", "fastapi", "uvicorn", "prometheus_client"}
 
+_BLOCK = values.tokens(most=2**20)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            # A file name that is not UTF-8 is shown escaped rather than ending the command.
-            stream.reconfigure(errors="backslashreplace")
+    prepare_streams()
+    args = argparse.Namespace(command=None)
     try:
-        args = parse(sys.argv[1:] if argv is None else argv)
-        code: int = args.run(args)
-        sys.stdout.flush()
+        try:
+            parse(sys.argv[1:] if argv is None else argv, args)
+            if sys.stdout is None and args.command != "serve":
+                return _fail(None, "standard output is closed; the answer has nowhere to go", 1)
+            return finish_output(args.run(args))
+        except SystemExit as stop:
+            # argparse has printed help or the version.
+            return finish_output(int(stop.code or 0))
     except KvistError as error:
-        return _fail(error, str(error), error.exit_code)
+        key = error.key if isinstance(error, InputError) else None
+        return _fail(error, in_options(str(error), key, _option_names(args.command)), error.exit_code)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader has seen enough; Python must not complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        # The reader has seen enough.
+        drop_output()
         return 0
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _ENGINE_MODULES:
             return _internal(error)
         return _fail(error, f"{missing} is not installed; this command needs it: pip install 'kvist[engine]'", 2)
+    except OSError as error:
+        if not is_output_error(error):
+            return _internal(error)
+        drop_output()
+        return _fail(error, f"standard output cannot be written: {error.strerror}", 1)
     except Exception as error:
         return _internal(error)
-    return code
 
 
 def _internal(error: Exception) -> int:
@@ -49,12 +63,13 @@ def _internal(error: Exception) -> int:
     return _fail(error, f"internal error: {type(error).__name__}: {error}{hint}", 1)
 
 
-def _fail(error: Exception, message: str, code: int) -> int:
-    if os.environ.get("KVIST_DEBUG"):
-        import traceback
+def _fail(error: Exception | None, message: str, code: int) -> int:
+    with suppress(OSError):
+        if error is not None and os.environ.get("KVIST_DEBUG"):
+            import traceback
 
-        traceback.print_exception(error)
-    print(f"kvist: {' '.join(message.split())}", file=sys.stderr)
+            traceback.print_exception(error)
+        print(f"kvist: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return code
 
 
@@ -63,6 +78,11 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_Help, **options)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse's own swallows a failed write.
+        if message:
+            (file or sys.stderr).write(message)
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{_without_prefix(message)}; see {self.prog} --help")
@@ -78,15 +98,21 @@ def _without_prefix(message: str) -> str:
     return message.removeprefix("argument ")
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str], into: argparse.Namespace | None = None) -> argparse.Namespace:
     """Read the command line: sizes become bytes, token counts become integers.
+
+    ``into`` is filled as far as the reading comes.
 
     Raises:
         InputError: an option is unknown or its value is wrong.
         SystemExit: help or the version was asked for.
     """
     parser = build_parser()
-    args, extras = parser.parse_known_args(argv)
+    words = list(argv)
+    command = _commands(parser).get(words[0]) if words else None
+    if command is not None:
+        words[1:] = join_negatives(words[1:], command._option_string_actions)
+    args, extras = parser.parse_known_args(words, into)
     unknown = [extra for extra in extras if extra.startswith("-") and extra != "-"]
     if args.command == "generate" and not unknown:
         # Words on both sides of an option come in two parts.
@@ -97,7 +123,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         )
     if args.command == "generate":
         _name_words(args)
+        if args.top_k is not None:
+            args.top_k = max(0, args.top_k)
     return args
+
+
+def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
+
+
+def _option_names(command: str | None) -> dict[str, str]:
+    """The options of a command by the names of their values; ``{}`` where no command was read."""
+    parser = _commands(build_parser()).get(command or "")
+    actions = () if parser is None else parser._actions
+    return {action.dest: action.option_strings[-1] for action in actions if action.option_strings}
 
 
 def _name_words(args: argparse.Namespace) -> None:
@@ -147,18 +189,32 @@ def _add_plan(commands: Any) -> None:
     )
     command.add_argument("model", metavar="MODEL", help="config.json, model directory, .gguf file or known name")
     command.add_argument(
-        "--tokens", type=_tokens, action="append", metavar="N", help="length to price; repeatable (1k 8k 32k 128k)"
+        "--tokens",
+        type=values.tokens(),
+        action="append",
+        metavar="N",
+        help="length to price; repeatable (1k 8k 32k 128k)",
     )
     _add_format(command, default="bf16")
-    command.add_argument("--block", type=_tokens, metavar="N", help="tokens of a block (16)")
+    command.add_argument("--block", type=_BLOCK, metavar="N", help="tokens of a block (16); with a memory")
     memory = command.add_mutually_exclusive_group()
-    memory.add_argument("--memory", type=_size, metavar="SIZE", help="for weights and cache together")
-    memory.add_argument("--cache-memory", type=_size, metavar="SIZE", help="for the cache alone")
-    command.add_argument("--users", type=_whole, metavar="N", help="how many must fit; exit code 3 where they do not")
-    command.add_argument("--context", type=_tokens, metavar="N", help="tokens of each user's sequence (8k)")
+    memory.add_argument("--memory", type=values.size, metavar="SIZE", help="for weights and cache together")
+    memory.add_argument(
+        "--cache-memory", type=values.size, metavar="SIZE", help="for the cache alone: --memory of generate and serve"
+    )
+    command.add_argument(
+        "--users", type=values.whole(1, 10**9), metavar="N", help="how many must fit; exit code 3 where they do not"
+    )
+    command.add_argument(
+        "--context", type=values.tokens(), metavar="N", help="tokens of each user's sequence (8k); with a memory"
+    )
     command.add_argument("--engine", choices=["kvist"], help="show how this engine cuts the memory")
     command.add_argument(
-        "--assume", type=_assumption, action="append", metavar="KEY=VALUE", help="override a published key; repeatable"
+        "--assume",
+        type=values.assumption,
+        action="append",
+        metavar="KEY=VALUE",
+        help="override a published key; repeatable",
     )
     command.add_argument("--explain", action="store_true", help="each number as formula and source")
     _add_json(command)
@@ -201,14 +257,22 @@ def _add_generate(commands: Any) -> None:
         epilog='example:\n  kvist generate smollm2-135m "The capital of France is" --max-tokens 16',
     )
     command.add_argument("words", nargs="*", metavar="[MODEL] PROMPT", help="model (smollm2-135m) and prompt")
-    command.add_argument("--max-tokens", type=_tokens, metavar="N", help="most tokens to generate")
+    command.add_argument("--max-tokens", type=values.tokens(), metavar="N", help="most tokens to generate")
     command.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-text token")
-    command.add_argument("--temperature", type=_number, metavar="X", help="0 takes the likeliest token")
-    command.add_argument("--top-p", type=_number, metavar="X", help="sample from this much probability")
-    command.add_argument("--top-k", type=_whole, metavar="N", help="sample from this many tokens")
-    command.add_argument("--min-p", type=_number, metavar="X", help="drop tokens less likely than X of the best")
-    command.add_argument("--seed", type=_whole, metavar="N", help="same seed, same answer")
-    command.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
+    command.add_argument("--temperature", type=values.number(0, 100), metavar="X", help="0 takes the likeliest token")
+    command.add_argument(
+        "--top-p", type=values.number(0, 1, above=True), metavar="X", help="sample from this much probability"
+    )
+    command.add_argument(
+        "--top-k", type=values.whole(-1), metavar="N", help="sample from this many tokens; 0 and -1: from all"
+    )
+    command.add_argument(
+        "--min-p", type=values.number(0, 1), metavar="X", help="drop tokens less likely than X of the best"
+    )
+    command.add_argument("--seed", type=values.whole(-(2**63), 2**63 - 1), metavar="N", help="same seed, same answer")
+    command.add_argument(
+        "--stop", type=values.stop_text, action="append", metavar="TEXT", help="end before this text; repeatable"
+    )
     command.add_argument("--no-cache", action="store_true", help="compute every token again at each step")
     template = command.add_mutually_exclusive_group()
     template.add_argument("--chat", action="store_true", default=None, help="put the prompt in the chat template")
@@ -229,24 +293,32 @@ def _add_serve(commands: Any) -> None:
     )
     command.add_argument("model", nargs="?", metavar="MODEL", help="what to serve (smollm2-135m)")
     command.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="(127.0.0.1)")
-    command.add_argument("--port", type=_whole, default=8000, metavar="N", help="(8000)")
-    command.add_argument("--max-running", type=_whole, metavar="N", help="requests that run at once")
-    command.add_argument("--max-context", type=_tokens, metavar="N", help="longest sequence of a request")
+    command.add_argument(
+        "--port", type=values.whole(0, 65535), default=8000, metavar="N", help="(8000); 0: any that is free"
+    )
+    command.add_argument("--max-running", type=values.whole(1), metavar="N", help="requests that run at once")
+    command.add_argument("--max-context", type=values.tokens(), metavar="N", help="longest sequence of a request")
     command.add_argument("--api-key", metavar="KEY", help="what clients must send; or the variable KVIST_API_KEY")
     _add_engine(command)
 
 
 def _add_engine(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", choices=["f32", "bf16", "f16"], help="in which the network computes")
-    command.add_argument("--memory", type=_size, metavar="SIZE", help="for the cache")
+    command.add_argument(
+        "--memory", type=values.size, metavar="SIZE", help="for the cache alone; the weights come on top (512MiB)"
+    )
     _add_format(command, default=None)
-    command.add_argument("--block", type=_tokens, metavar="N", help="tokens of a block (16)")
+    command.add_argument("--block", type=_BLOCK, metavar="N", help="tokens of a block (16)")
 
 
 def _add_format(command: argparse.ArgumentParser, *, default: str | None) -> None:
     shown = f" ({default})" if default else ""
-    command.add_argument("--key", default=default, metavar="CODEC", help=f"how keys are stored{shown}")
-    command.add_argument("--value", default=default, metavar="CODEC", help=f"how values are stored{shown}")
+    command.add_argument(
+        "--key", type=values.codec, default=default, metavar="CODEC", help=f"how keys are stored{shown}"
+    )
+    command.add_argument(
+        "--value", type=values.codec, default=default, metavar="CODEC", help=f"how values are stored{shown}"
+    )
 
 
 def _add_json(command: argparse.ArgumentParser) -> None:
@@ -320,56 +392,3 @@ def _print_json(content: dict[str, Any]) -> int:
 
     print(json.dumps(content, indent=2))
     return 0
-
-
-def _typed(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Turn the errors of a reader into argparse's, which names the option and goes on to be one line."""
-
-    def convert(text: str) -> Any:
-        try:
-            return read(text)
-        except InputError as error:
-            raise argparse.ArgumentTypeError(str(error).partition(": ")[2]) from error
-
-    return convert
-
-
-def _size_of(text: str) -> int:
-    from kvist.units import parse_size
-
-    return parse_size(text)
-
-
-def _tokens_of(text: str) -> int:
-    from kvist.units import parse_tokens
-
-    return parse_tokens(text)
-
-
-def _whole_of(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or len(text) > 18:
-        raise InputError(f"value: {text!r} is not a whole number")
-    return int(text)
-
-
-def _number_of(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise InputError(f"value: {text!r} is not a number") from error
-
-
-def _assumption_of(text: str) -> tuple[str, Any]:
-    import json
-
-    key, sign, value = text.partition("=")
-    if not key or not sign:
-        raise InputError(f"value: {text!r} is not KEY=VALUE")
-    try:
-        return key, json.loads(value, parse_constant=str)
-    except (ValueError, RecursionError):
-        return key, value
-
-
-_size, _tokens, _whole = _typed(_size_of), _typed(_tokens_of), _typed(_whole_of)
-_number, _assumption = _typed(_number_of), _typed(_assumption_of)
