@@ -69,11 +69,11 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(loop: Any, *, api_key: str | None = None) -> Iterator[Served]:
+def serving(loop: Any, *, api_key: str | None = None, hosts: frozenset[str] | None = None) -> Iterator[Served]:
     """Serve a loop from a thread of this process."""
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    config = uvicorn.Config(create_app(loop, api_key=api_key), log_level="error", lifespan="off")
+    config = uvicorn.Config(create_app(loop, api_key=api_key, hosts=hosts), log_level="error", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="server")
     thread.start()
@@ -323,6 +323,13 @@ def check_too_long(served: Served) -> None:
     status, error = served.error(TEXT, {"model": served.model, "prompt": [1] * (most + 1)})
     assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
     assert str(most) in error["message"]
+    # Refused by its size, without a look at what it says.
+    for prompt in (" " * 2_000_000, ["x", "x" * 2_000_000]):
+        status, error = served.error(TEXT, {"model": served.model, "prompt": prompt})
+        assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+        assert "at least" in error["message"]
+    status, error = served.error(CHAT, served.chat(messages=[{"role": "user", "content": "x" * 2_000_000}]))
+    assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
     status, error = served.error(CHAT, served.chat(max_tokens=most))
     assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
     with pytest.raises(openai.BadRequestError, match="longest context"):

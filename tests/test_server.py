@@ -116,6 +116,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("stream_options", {"include_usage": True}, "stream is true"),
     ("logprobs", 3, "boolean"),
     ("top_logprobs", 2, "logprobs is true"),
+    ("stop_token_ids", [0] * 1025, "at most 1024"),
+    ("messages", HELLO * 4097, "at most 4096"),
     ("messages", [], "at least 1"),
     ("messages", "hello", "valid"),
     ("cache_salt", 5, "string"),
@@ -129,12 +131,14 @@ WRONG: list[tuple[str, Any, str]] = [
     # Unknown.
     ("temprature", 1, "unknown field"),
     ("temprature", None, "unknown field"),
+    ("stream_options.usage", True, "unknown field"),
 ]
 
 
 @pytest.mark.parametrize(("field", "value", "message"), WRONG, ids=lambda value: str(value)[:20])
 def test_a_wrong_field_is_named(served: Served, field: str, value: Any, message: str) -> None:
-    status, error = served.error(CHAT, served.chat(**{field: value}))
+    outer, _, inner = field.partition(".")
+    status, error = served.error(CHAT, served.chat(**{outer: {inner: value} if inner else value}))
     assert (status, error["type"], error["param"]) == (400, "invalid_request_error", field)
     assert message in error["message"]
     assert field in error["message"]
