@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -90,6 +91,71 @@ def test_an_idle_server_ends_at_once() -> None:
         kept_alive.getresponse().read()
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
+
+
+# Stands for the seconds in which a model is loaded; the signal comes while it says so.
+LOADING = """
+import sys, time
+import kvist.engine.engine as engine
+
+def load(*_, **__):
+    print("loading", flush=True)
+    time.sleep(60)
+
+engine.Engine = load
+from kvist.cli import main
+sys.exit(main(["serve", "--port", "0"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_model_is_loading(number: signal.Signals) -> None:
+    command = [sys.executable, "-W", "error", "-c", LOADING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.readline() == "loading\n"
+            process.send_signal(number)
+            assert process.wait(20) == 0
+            assert process.stderr.read() == "kvist: shutting down\n"
+        finally:
+            process.kill()
+
+
+def test_garbage_leaves_no_trace_in_the_log() -> None:
+    with started() as (process, port):
+        upgrade = b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+        for garbage in (
+            b"\x16\x03\x01\x02\x00\x01\x00",
+            b"hello\r\n\r\n",
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"GET /\r\n\r\n",
+            upgrade,
+        ):
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+                connection.sendall(garbage + b"\r\n\r\n")
+                assert connection.recv(4096).startswith(b"HTTP/1.1 ")
+        assert status(port, "GET", "/health") == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == "kvist: shutting down\n"
+
+
+def test_a_local_server_is_called_by_its_own_names() -> None:
+    with started() as (_, port), contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+        for host, expected in ((f"localhost:{port}", 200), (f"evil.example:{port}", 421)):
+            connection.request("GET", "/cache", headers={"host": host})
+            answer = connection.getresponse()
+            answer.read()
+            assert answer.status == expected
+    with (
+        started("--api-key", "sesam") as (_, port),
+        contextlib.closing(HTTPConnection("127.0.0.1", port)) as connection,
+    ):
+        connection.request("GET", "/health", headers={"host": "proxy.example"})
+        assert connection.getresponse().status == 200
 
 
 def test_a_port_that_is_taken_is_said_at_once() -> None:

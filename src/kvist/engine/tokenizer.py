@@ -51,9 +51,9 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Bytes of the longest text that one id stands for; what a text of more than n times that has n ids at least.
+        """Bytes of the longest text that one id stands for: a text of n times that has n ids at least.
 
-        White space that a tokenizer swallows counts as if each id could stand for that much alone.
+        Not counted is what a tokenizer leaves out, such as white space around words, or letters that it cannot write.
         """
         written = map(self._vocabulary.token_bytes, range(self.vocab_size))
         return max(1, max(map(len, written), default=1) * self._vocabulary.shrinks)
