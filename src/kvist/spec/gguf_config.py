@@ -19,6 +19,14 @@ ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3":
 _BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.")
 _PROJECTION = re.compile(r"attn_([qkv])\.weight")
 
+# Mechanisms that remember something else than a key and a value of one width, and experts, which are not computed.
+_UNREAD = (
+    "expert_count", "full_attention_interval", "decoder_block_count", "attention.chunk_size",
+    "attention.q_lora_rank", "attention.kv_lora_rank", "attention.key_length_mla", "attention.value_length_mla",
+    "attention.key_length_swa", "attention.value_length_swa", "attention.shared_kv_layers",
+)  # fmt: skip
+_UNREAD_PREFIXES = ("ssm.", "wkv.", "kda.", "shortconv.", "attention.indexer.")
+
 _SPECIAL_TOKENS = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "eos_token_id": "tokenizer.ggml.eos_token_id",
@@ -138,8 +146,14 @@ class _Translation:
                 f"them with llama-gguf-split --merge",
                 key="split.count",
             )
-        unread = ["expert_count"] if self.arch == "gemma3" else ["expert_count", "attention.sliding_window"]
-        for key in unread:
+        if self.get("attention.causal") is False:
+            raise UnsupportedModel(
+                f"{self.header.name}: {self.arch}.attention.causal is false; an encoder keeps no cache",
+                key=f"{self.arch}.attention.causal",
+            )
+        unread = list(_UNREAD) if self.arch == "gemma3" else [*_UNREAD, "attention.sliding_window"]
+        named = [full.removeprefix(f"{self.arch}.") for full in self.header.metadata]
+        for key in [*unread, *(key for key in named if key.startswith(_UNREAD_PREFIXES))]:
             if self.get(key):
                 raise UnsupportedModel(
                     f"{self.header.name}: {self.arch}.{key} is {self.get(key)!r}; it is not read for {self.arch} files",
