@@ -85,6 +85,20 @@ def test_a_second_signal_aborts() -> None:
         assert process.wait(20) == 0
 
 
+def test_clients_that_idle_do_not_hold_up_the_end() -> None:
+    """One has sent half a body, the other reads nothing of its stream; the engine's work is done."""
+    with started() as (process, port):
+        half, stalled = (socket.create_connection(("127.0.0.1", port)) for _ in range(2))
+        with half, stalled:
+            head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            half.sendall(f"{head}content-length: 100\r\n\r\n{{".encode())
+            body = json.dumps({"model": "fake-1m", "prompt": "a", "stream": True, "max_tokens": 9, "ignore_eos": True})
+            stalled.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+            assert stalled.recv(9) == b"HTTP/1.1 "
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+
+
 def test_an_idle_server_ends_at_once() -> None:
     with started() as (process, port), contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=30)) as kept_alive:
         kept_alive.request("GET", "/cache")

@@ -11,7 +11,7 @@ from importlib import resources
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvist.errors import KvistError
 from kvist.server.admission import Admission
@@ -24,6 +24,8 @@ from kvist.server.openai import Service, routes
 from kvist.server.prompts import Prompts
 
 log = logging.getLogger("kvist.server")
+
+_BODY_PAUSE_SECONDS = 60
 
 # The page loads nothing from elsewhere and is never framed; prompts shown on it can run no script from elsewhere.
 _PAGE_HEADERS = {
@@ -59,12 +61,11 @@ class Gate:
         elif scope["method"] != "POST":
             await self._app(scope, receive, send)
         else:
-            self._state.active += 1
+            arrival = _Arrival(receive, self._state)
             try:
-                await self._app(scope, receive, send)
+                await self._app(scope, arrival.receive, send)
             finally:
-                self._state.active -= 1
-                self._state.changed.set()
+                arrival.done()
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         path, headers = scope["path"], dict(scope["headers"])
@@ -85,6 +86,41 @@ class Gate:
                 headers={"retry-after": "5", "connection": "close"},
             )  # fmt: skip
         return None
+
+
+class _Arrival:
+    """A request's body on its way in: it counts as work once it is all here, and it may not take for ever."""
+
+    def __init__(self, receive: Receive, state: "ServerState") -> None:
+        self._receive = receive
+        self._state = state
+        self._arrived = False
+
+    async def receive(self) -> Message:
+        """The next message.
+
+        Raises:
+            ApiError: nothing of the rest of the body came for a while.
+        """
+        if self._arrived:
+            return await self._receive()
+        try:
+            message = await asyncio.wait_for(self._receive(), _BODY_PAUSE_SECONDS)
+        except TimeoutError:
+            raise ApiError(
+                408, f"no more of the body came for {_BODY_PAUSE_SECONDS} seconds; send all that content-length says",
+                code="request_timeout", headers={"connection": "close"},
+            ) from None  # fmt: skip
+        if not message.get("more_body"):
+            self._arrived = True
+            self._state.active += 1
+        return message
+
+    def done(self) -> None:
+        """The request has been answered, or given up."""
+        if self._arrived:
+            self._state.active -= 1
+            self._state.changed.set()
 
 
 class ServerState:

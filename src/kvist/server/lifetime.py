@@ -14,6 +14,8 @@ from kvist.server.hosts import allowed_hosts
 from kvist.server.loading import say
 from kvist.units import format_size
 
+_PATIENCE_SECONDS = 5.0
+
 
 def listen(loop: Backend, listener: socket.socket, *, api_key: str | None, host: str | None) -> None:
     """Answer on a bound socket until a signal; then finish what runs (a second signal aborts it).
@@ -28,8 +30,10 @@ def listen(loop: Backend, listener: socket.socket, *, api_key: str | None, host:
     app = create_app(loop, api_key=api_key, hosts=hosts)
     # Not "warning": a line for every stranger who speaks no HTTP would fill a disk.
     config = uvicorn.Config(
-        app, log_level="error", access_log=False, server_header=False, lifespan="off", timeout_keep_alive=75
-    )
+        app, log_level="error", access_log=False, server_header=False, lifespan="off", timeout_keep_alive=75,
+        # What is left by then are clients that idle.
+        timeout_graceful_shutdown=2,
+    )  # fmt: skip
     server = _Server(config, app.state.server, loop, ready=_ready_line(loop, address, port))
     asyncio.run(server.serve(sockets=[listener]))
 
@@ -68,7 +72,13 @@ class _Server(uvicorn.Server):
             self._tasks.append(asyncio.create_task(self._abort()))
 
     async def _finish(self) -> None:
-        await self._state.idle()
+        """Wait for the engine's work, and then a little for clients to take what is theirs."""
+        patience = _PATIENCE_SECONDS
+        while self._state.active and patience > 0:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._state.idle(), timeout=0.5)
+            working = await asyncio.to_thread(lambda: bool(self._backend.snapshot()["requests"]))
+            patience = _PATIENCE_SECONDS if working else patience - 0.5
         self.should_exit = True
 
     async def _abort(self) -> None:
