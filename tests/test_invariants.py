@@ -193,6 +193,21 @@ def replay_scheduler(made: Engine, trace: list[Any], tokens: dict[str, list[int]
         step += 1
 
 
+def test_the_picture_adds_up_to_the_arena(directory: Path) -> None:
+    """Free, cached, held and waste are counted apart, while requests run and after."""
+    made = engine(directory)
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    for number in range(5):
+        made.submit([number + 3] * (20 + 13 * number), params, on_event=lambda event: None)
+    while made.has_work():
+        made.step()
+        seen = made.snapshot()
+        assert sum(seen["bytes"].values()) == seen["arena"]["bytes"] == made.runner.arena.numel()
+        for request in seen["requests"]:
+            assert request["bytes"] == request["planned_bytes"]
+    assert made.snapshot()["bytes"]["held"] == made.snapshot()["bytes"]["waste"] == 0
+
+
 def test_warm_equals_cold_and_another_salt_never_hits(directory: Path) -> None:
     made = engine(directory)
     prompt = [chance % 250 for chance in range(7, 150)]

@@ -39,6 +39,7 @@ def snapshot(
     tails = lent_slabs * layout.slab_bytes - used_in_slabs
     unfilled = sum(unfilled_bytes(manager, sequence) for sequence in sequences.values())
     cached = sum(group["cached"] * group["block_bytes"] for group in groups)
+    free = sum(group["free"] * group["block_bytes"] for group in groups)
     held = sum(group["held"] * group["block_bytes"] for group in groups)
     waste = tails + unfilled
     return {
@@ -49,7 +50,7 @@ def snapshot(
             "slabs_free": arena.free_slabs,
         },
         "bytes": {
-            "free": layout.total_bytes - cached - held - tails,
+            "free": arena.free_slabs * layout.slab_bytes + free,
             "cached": cached,
             "held": held - unfilled,
             "waste": waste,
