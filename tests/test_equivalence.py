@@ -143,7 +143,7 @@ def test_alone(subject: Subject, every: int) -> None:
 
 
 def test_prefill_cut_in_chunks(subject: Subject) -> None:
-    engine = subject.engine(max_batch_tokens=37, max_running=5)
+    engine = subject.engine(max_batch_tokens=37)
     assert generate(engine, subject.prompts) == subject.answers
 
 

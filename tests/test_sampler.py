@@ -104,5 +104,5 @@ def test_single_fields_are_checked():
     assert SamplingParams.of({"stop": "end", "stop_token_ids": [4]}).stop == ("end",)
     with pytest.raises(InputError, match="beam"):
         SamplingParams.of({"beam": 3})
-    with pytest.raises(InputError, match="sampling"):
+    with pytest.raises(InputError, match="temperature: 'hot'"):
         SamplingParams.of({"temperature": "hot"})

@@ -24,7 +24,7 @@ from kvist.spec.layers import Attention
 from kvist.spec.model import ModelSpec
 
 DEFAULT_BLOCK_TOKENS = 16
-MAX_BLOCK_TOKENS = 4096
+MAX_BLOCK_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)

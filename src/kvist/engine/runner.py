@@ -1,5 +1,6 @@
 """From a batch to logits: index tensors once a step, then the network."""
 
+import ctypes
 import os
 from collections.abc import Sequence
 
@@ -44,6 +45,7 @@ class Runner:
         for group in groups:
             check_format(group)
         torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        _keep_pages()
         with torch.inference_mode():
             # Zeroed, so that what no token has written yet is a number.
             self.arena = _zeros(layout.total_bytes)
@@ -109,6 +111,22 @@ class Runner:
             ],
             sampled=torch.from_numpy(sampled),
         )
+
+
+def _keep_pages() -> None:
+    """Let glibc keep freed memory of up to 32 MiB a piece instead of giving it back to the system at once.
+
+    The operators' results are that large while a prompt is computed; faulting in fresh, zeroed pages for each of them
+    took a fifth of the time. Elsewhere than on glibc nothing happens.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return
+    mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # malloc.h
+    mallopt(mmap_threshold, 32 * 2**20)
+    mallopt(trim_threshold, 2**31 - 1)
+    mallopt(top_pad, 64 * 2**20)
 
 
 def _zeros(size: int) -> Tensor:

@@ -51,7 +51,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         def check(key: str, fine: bool, right: str) -> None:
             if not fine:
-                raise InputError(f"{key}: {getattr(self, key)!r} is out of range; {right}", key=key)
+                raise InputError(f"{key}: {getattr(self, key)!r} will not do; {right}", key=key)
 
         for key in ("temperature", "top_p", "min_p"):
             check(key, isinstance(getattr(self, key), int | float), "a number")
