@@ -116,8 +116,8 @@ class Runner:
 def _keep_pages() -> None:
     """Let glibc keep freed memory of up to 32 MiB a piece instead of giving it back to the system at once.
 
-    The operators' results are that large while a prompt is computed; faulting in fresh, zeroed pages for each of them
-    took a fifth of the time. Elsewhere than on glibc nothing happens.
+    The operators' results are that large while a prompt is computed, and each would fault in fresh, zeroed pages. What
+    that saves has not been told apart from the machine's noise (LOG.md). Elsewhere than on glibc nothing happens.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
