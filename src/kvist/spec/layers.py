@@ -1,16 +1,105 @@
 """What one layer remembers of a sequence, and in how many bytes.
 
+::
+
+    Attention     a key and a value for each token and KV head; all of them, a window or a chunk of them
+    Latent        one vector a token that all heads share (MLA), with the key of a sparse-attention indexer or not
+    Compressed    one vector for each ``ratio`` tokens, beside a window of single ones
+    State         fixed bytes whatever the length: convolution columns and a recurrent state, in types of their own
+    Shared        reads what another layer has stored
+    Nothing       holds nothing: feed-forward layers and layers that were cut away
+    Cross         keys and values of an encoder's tokens, whatever the length of the sequence itself
+    Parallel      several of these in one layer
+
 Layers are frozen values: two layers that compare equal share a lifetime rule and a block shape, and so one
-group of the cache.
+group of the cache. Every kind answers the same questions, in bytes of a format: :meth:`Layer.append_bytes`,
+:meth:`Layer.retained_bytes`, :meth:`Layer.state_bytes`, :meth:`Layer.bytes` and, apart from these,
+:meth:`Layer.cross_bytes_per_encoder_token`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import ClassVar
 
-from kvist.spec.formats import CacheFormat
+from kvist.errors import InputError
+from kvist.spec.formats import CacheFormat, codec_named
+
+# Bytes of one more token: a fraction where one vector stands for several tokens.
+Rate = int | Fraction
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class Layer:
+    """What every kind answers; here the answers of a layer that holds nothing.
+
+    Attributes:
+        kind: the name of the kind in answers.
+    """
+
+    kind: ClassVar[str] = ""
+
+    def append_bytes(self, fmt: CacheFormat) -> Rate:
+        """Bytes that one more token adds while everything grows, indexer included."""
+        return 0
+
+    def retained_bytes(self, fmt: CacheFormat) -> Rate:
+        """Bytes that one more token adds once every window and chunk is full."""
+        return 0
+
+    def indexer_bytes(self, fmt: CacheFormat) -> Rate:
+        """The part of :meth:`append_bytes` that is keys of an indexer, which published tables leave out."""
+        return 0
+
+    def state_bytes(self, fmt: CacheFormat) -> int:
+        """Bytes of a sequence whatever its length."""
+        return 0
+
+    def bytes(self, tokens: int, fmt: CacheFormat) -> int:
+        """Logical bytes of a sequence of ``tokens``, state included: no block rounding, no encoder."""
+        return 0
+
+    def cross_bytes_per_encoder_token(self, fmt: CacheFormat) -> int:
+        """Bytes of one token of the encoder that the layer attends to."""
+        return 0
+
+    @property
+    def stored(self) -> tuple["Layer", ...]:
+        """What the layer stores itself, taken apart so that each piece has one lifetime."""
+        return (self,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Indexer:
+    """The part of sparse attention that picks the tokens to attend to; it stores keys of its own.
+
+    Sources: DeepSeek-V3.2 (one head of 128), MiniMax-M3, and pooled keys in GLM-5.3-Flash.
+
+    Attributes:
+        heads: keys of one token; 1 where all heads of the indexer share one.
+        dim: width of a key.
+        pool: tokens, or compressed entries, that share one set of keys.
+    """
+
+    heads: int
+    dim: int
+    pool: int = 1
+
+    def key_bytes(self, fmt: CacheFormat) -> int:
+        """Bytes of one set of keys: ``heads x key vector``, in the key codec."""
+        return self.heads * fmt.key_codec.vector_bytes(self.dim)
+
+    def append_bytes(self, fmt: CacheFormat) -> Rate:
+        """Bytes of one more token or entry."""
+        return whole(Fraction(self.key_bytes(fmt), self.pool))
+
+    def bytes(self, held: int, fmt: CacheFormat) -> int:
+        """Bytes for ``held`` tokens or entries; a pool has keys once it is full."""
+        return held // self.pool * self.key_bytes(fmt)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Layer):
     """Softmax attention that keeps a key and a value for each token and KV head (MHA, GQA and MQA).
 
     Attributes:
@@ -18,18 +107,301 @@ class Attention:
         key_dim: width of a key.
         value_dim: width of a value.
         window: a query at position p sees the keys at positions > p - window; None sees all.
+        chunk: a query at position p sees the keys from p // chunk x chunk on (Llama 4); None sees all.
+        indexer: of sparse attention, which keeps every token (MiniMax-M3).
     """
+
+    kind: ClassVar[str] = "attention"
 
     kv_heads: int
     key_dim: int
     value_dim: int
     window: int | None = None
+    chunk: int | None = None
+    indexer: Indexer | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.chunk is not None:
+            raise InputError(
+                f"window: {self.window} and chunk: {self.chunk} are both given; a layer has one of them", key="window"
+            )
 
     def token_bytes(self, fmt: CacheFormat) -> int:
-        """Bytes of one token: ``kv_heads x (key vector + value vector)``."""
+        """Bytes of one token's keys and values: ``kv_heads x (key vector + value vector)``."""
         return self.kv_heads * (fmt.key_codec.vector_bytes(self.key_dim) + fmt.value_codec.vector_bytes(self.value_dim))
+
+    def append_bytes(self, fmt: CacheFormat) -> Rate:
+        """``kv_heads x (key vector + value vector)``, and the indexer's keys."""
+        return self.token_bytes(fmt) + self.indexer_bytes(fmt)
+
+    def retained_bytes(self, fmt: CacheFormat) -> Rate:
+        """Nothing with a window or chunk, which has given back as many by then."""
+        return self.append_bytes(fmt) if self.window is None and self.chunk is None else 0
+
+    def indexer_bytes(self, fmt: CacheFormat) -> Rate:
+        """Bytes of a token's indexer keys."""
+        return self.indexer.append_bytes(fmt) if self.indexer else 0
+
+    def bytes(self, tokens: int, fmt: CacheFormat) -> int:
+        """Bytes of a sequence of ``tokens``; a window or chunk holds ``min(tokens, window)`` of them."""
+        held = held_tokens(tokens, self.window, self.chunk)
+        return held * self.token_bytes(fmt) + (self.indexer.bytes(held, fmt) if self.indexer else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent(Layer):
+    """Attention over one latent vector a token (MLA), stored once in the key codec for keys, values and all heads.
+
+    Source: DeepSeek-V2; a token costs ``rank + rope_dim`` elements, 576 in DeepSeek-V3.
+
+    Attributes:
+        rank: width of the latent.
+        rope_dim: width of the rotary key beside it, shared by all heads.
+        window: as in :class:`Attention`.
+        indexer: of sparse attention.
+    """
+
+    kind: ClassVar[str] = "latent"
+
+    rank: int
+    rope_dim: int
+    window: int | None = None
+    indexer: Indexer | None = None
+
+    def token_bytes(self, fmt: CacheFormat) -> int:
+        """Bytes of one token's vector: ``rank + rope_dim`` elements."""
+        return fmt.key_codec.vector_bytes(self.rank + self.rope_dim)
+
+    def append_bytes(self, fmt: CacheFormat) -> Rate:
+        """The vector, and the indexer's keys."""
+        return self.token_bytes(fmt) + self.indexer_bytes(fmt)
+
+    def retained_bytes(self, fmt: CacheFormat) -> Rate:
+        """Nothing with a window."""
+        return self.append_bytes(fmt) if self.window is None else 0
+
+    def indexer_bytes(self, fmt: CacheFormat) -> Rate:
+        """Bytes of a token's indexer keys."""
+        return self.indexer.append_bytes(fmt) if self.indexer else 0
 
     def bytes(self, tokens: int, fmt: CacheFormat) -> int:
         """Bytes of a sequence of ``tokens``; a window holds ``min(tokens, window)`` of them."""
-        held = tokens if self.window is None else min(tokens, self.window)
-        return held * self.token_bytes(fmt)
+        held = held_tokens(tokens, self.window)
+        return held * self.token_bytes(fmt) + (self.indexer.bytes(held, fmt) if self.indexer else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressed(Layer):
+    """Attention over compressed entries, one vector for ``ratio`` tokens, and a window of single tokens.
+
+    Source: DeepSeek-V4; keys and values are one vector, in the key codec. An entry exists once its ``ratio`` tokens
+    are there. What the compressor keeps of a group that is not full yet is an engine's business and not counted.
+
+    Attributes:
+        rank: elements of a vector without the rotary ones.
+        rope_dim: rotary elements of it.
+        ratio: tokens of one entry.
+        window: single tokens kept beside the entries; None where the entries are all.
+        indexer: with keys for each entry.
+    """
+
+    kind: ClassVar[str] = "compressed"
+
+    rank: int
+    rope_dim: int
+    ratio: int
+    window: int | None = None
+    indexer: Indexer | None = None
+
+    def vector_bytes(self, fmt: CacheFormat) -> int:
+        """Bytes of one vector, of a token in the window or of an entry."""
+        return fmt.key_codec.vector_bytes(self.rank + self.rope_dim)
+
+    def append_bytes(self, fmt: CacheFormat) -> Rate:
+        """A vector of the window, and one entry's bytes spread over its ``ratio`` tokens."""
+        single = 0 if self.window is None else self.vector_bytes(fmt)
+        return whole(Fraction(single + self.retained_bytes(fmt)))
+
+    def retained_bytes(self, fmt: CacheFormat) -> Rate:
+        """One entry's bytes spread over its ``ratio`` tokens."""
+        return whole(Fraction(self.vector_bytes(fmt), self.ratio) + self.indexer_bytes(fmt))
+
+    def indexer_bytes(self, fmt: CacheFormat) -> Rate:
+        """One entry's indexer keys spread over its ``ratio`` tokens."""
+        return whole(Fraction(self.indexer.append_bytes(fmt)) / self.ratio) if self.indexer else 0
+
+    def entries_bytes(self, tokens: int, fmt: CacheFormat) -> int:
+        """Bytes of the whole entries of ``tokens``."""
+        entries = tokens // self.ratio
+        return entries * self.vector_bytes(fmt) + (self.indexer.bytes(entries, fmt) if self.indexer else 0)
+
+    def bytes(self, tokens: int, fmt: CacheFormat) -> int:
+        """The window's ``min(tokens, window)`` vectors, and whole entries."""
+        single = 0 if self.window is None else min(tokens, self.window)
+        return single * self.vector_bytes(fmt) + self.entries_bytes(tokens, fmt)
+
+    @property
+    def stored(self) -> tuple[Layer, ...]:
+        """The window's vectors, which are given back, and the entries, which stay."""
+        if self.window is None:
+            return (self,)
+        return (
+            Latent(rank=self.rank, rope_dim=self.rope_dim, window=self.window),
+            replace(self, window=None),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class State(Layer):
+    """A recurrent layer: fixed bytes a sequence, in types of its own whatever the format of keys and values.
+
+    Attributes:
+        name: the mechanism, such as ``mamba``, ``mamba2``, ``gated-delta``, ``kda``, ``lightning``, ``rg-lru``,
+            ``short-conv``, ``rwkv``.
+        conv_elements: last inputs of a short convolution, kernel - 1 columns of its channels (or what a layer keeps
+            of the last token, such as RWKV's token shift); 0 where there is none.
+        conv_columns: columns that these are, so that an engine that keeps ``kernel`` of them can be accounted for.
+        conv_codec: their codec.
+        state_elements: of the recurrent state.
+        state_codec: its codec.
+    """
+
+    kind: ClassVar[str] = "state"
+
+    name: str
+    conv_elements: int = 0
+    conv_codec: str = "bf16"
+    state_elements: int = 0
+    state_codec: str = "f32"
+    conv_columns: int = 1
+
+    def __post_init__(self) -> None:
+        for key in ("conv_codec", "state_codec"):
+            codec_named(getattr(self, key), key=key)
+
+    def conv_bytes(self) -> int:
+        """Bytes of the convolution's columns."""
+        return codec_named(self.conv_codec).vector_bytes(self.conv_elements)
+
+    def recurrent_bytes(self) -> int:
+        """Bytes of the recurrent state."""
+        return codec_named(self.state_codec).vector_bytes(self.state_elements)
+
+    def state_bytes(self, fmt: CacheFormat) -> int:
+        """``conv_elements`` and ``state_elements``, each in its own codec."""
+        return self.conv_bytes() + self.recurrent_bytes()
+
+    def bytes(self, tokens: int, fmt: CacheFormat) -> int:
+        """The state, whatever the length."""
+        return self.state_bytes(fmt)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared(Layer):
+    """Reads the keys and values that another layer stores, and stores none.
+
+    Attributes:
+        source: index of that layer in the model.
+    """
+
+    kind: ClassVar[str] = "shared"
+
+    source: int
+
+    @property
+    def stored(self) -> tuple[Layer, ...]:
+        """Nothing of its own."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nothing(Layer):
+    """Holds nothing of a sequence: a feed-forward layer, or attention that was cut away."""
+
+    kind: ClassVar[str] = "nothing"
+
+    @property
+    def stored(self) -> tuple[Layer, ...]:
+        """Nothing."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cross(Layer):
+    """Attention to the output of an encoder, whose keys and values are kept for each of the encoder's tokens.
+
+    Attributes:
+        kv_heads: heads that are stored.
+        key_dim: width of a key.
+        value_dim: width of a value.
+        encoder_tokens: where the encoder's length is fixed (Whisper: 1,500).
+    """
+
+    kind: ClassVar[str] = "cross"
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    encoder_tokens: int | None = None
+
+    def cross_bytes_per_encoder_token(self, fmt: CacheFormat) -> int:
+        """``kv_heads x (key vector + value vector)``."""
+        return self.kv_heads * (fmt.key_codec.vector_bytes(self.key_dim) + fmt.value_codec.vector_bytes(self.value_dim))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel(Layer):
+    """A layer that holds several things: attention beside a state (Falcon-H1), or before cross-attention (BART).
+
+    Attributes:
+        parts: layers of other kinds, in the order in which the network has them.
+    """
+
+    kind: ClassVar[str] = "parallel"
+
+    parts: tuple[Layer, ...]
+
+    def append_bytes(self, fmt: CacheFormat) -> Rate:
+        """Of all parts."""
+        return total(part.append_bytes(fmt) for part in self.parts)
+
+    def retained_bytes(self, fmt: CacheFormat) -> Rate:
+        """Of all parts."""
+        return total(part.retained_bytes(fmt) for part in self.parts)
+
+    def indexer_bytes(self, fmt: CacheFormat) -> Rate:
+        """Of all parts."""
+        return total(part.indexer_bytes(fmt) for part in self.parts)
+
+    def state_bytes(self, fmt: CacheFormat) -> int:
+        """Of all parts."""
+        return sum(part.state_bytes(fmt) for part in self.parts)
+
+    def bytes(self, tokens: int, fmt: CacheFormat) -> int:
+        """Of all parts."""
+        return sum(part.bytes(tokens, fmt) for part in self.parts)
+
+    def cross_bytes_per_encoder_token(self, fmt: CacheFormat) -> int:
+        """Of all parts."""
+        return sum(part.cross_bytes_per_encoder_token(fmt) for part in self.parts)
+
+    @property
+    def stored(self) -> tuple[Layer, ...]:
+        """The parts of all members."""
+        return tuple(part for part in self.parts for part in part.stored)
+
+
+def held_tokens(tokens: int, window: int | None, chunk: int | None = None) -> int:
+    """Tokens of a sequence that a layer holds: all, or those of its window or chunk."""
+    return min([tokens, *(limit for limit in (window, chunk) if limit is not None)])
+
+
+def whole(rate: Fraction) -> Rate:
+    """A rate as an integer where it is one."""
+    return rate.numerator if rate.denominator == 1 else rate
+
+
+def total(rates: Iterable[Rate]) -> Rate:
+    """The sum of rates, as an integer where it is one."""
+    found = sum(rates)
+    return found if isinstance(found, int) else whole(found)

@@ -1,15 +1,20 @@
 """One description of a model's memory, which the planner, the simulator and the engine share."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from kvist.errors import InputError
 from kvist.spec.formats import CacheFormat, require_format
-from kvist.spec.layers import Attention
+from kvist.spec.layers import Cross, Layer, Parallel, Rate, Shared, total
 from kvist.units import require_tokens
 
-Layer = Attention
+__all__ = ["Assumption", "Layer", "ModelSpec"]
+
+_Kind = TypeVar("_Kind", bound=Layer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +43,11 @@ class ModelSpec:
         assumed: what the source leaves out.
         path: the file or directory on disk, where there is one.
         exact: false only where the user overrode what is published.
+        draft_layers: of the draft model that is published with it (multi-token prediction), whose memory is counted
+            apart.
+
+    Raises:
+        InputError: a layer shares the memory of one that is not there or stores nothing.
     """
 
     name: str
@@ -51,26 +61,94 @@ class ModelSpec:
     assumed: tuple[Assumption, ...] = ()
     path: Path | None = None
     exact: bool = True
+    draft_layers: tuple[Layer, ...] = ()
+
+    def __post_init__(self) -> None:
+        for index, layer in enumerate(self.layers):
+            for shared in _leaves(layer, Shared):
+                if not (0 <= shared.source < len(self.layers) and self.layers[shared.source].stored):
+                    raise InputError(
+                        f"layers[{index}]: reads the memory of layer {shared.source}; of the {len(self.layers)} layers "
+                        f"of {self.name}, the source must be one that stores something",
+                        key="layers",
+                    )
 
     def sequence_bytes(self, tokens: int, fmt: CacheFormat) -> int:
-        """Logical bytes of one sequence of ``tokens``: windows hold ``min(tokens, window)``, no block rounding.
+        """Logical bytes of one sequence of ``tokens``, state included.
+
+        Windows hold ``min(tokens, window)``, compressed layers whole entries; no block rounding. What cross-attention
+        keeps of an encoder is apart: :meth:`cross_bytes`.
 
         Raises:
-            InputError: ``tokens`` is no whole number of 0 or more, or ``fmt`` no :class:`CacheFormat`.
+            InputError: ``tokens`` is no whole number of 0 or more, ``fmt`` no :class:`CacheFormat`, or a vector's
+                width no whole number of the codec's groups.
         """
         require_tokens(tokens)
         require_format(fmt)
-        return sum(layer.bytes(tokens, fmt) for layer in self.layers)
+        return sum(count * layer.bytes(tokens, fmt) for layer, count in self._counted.items())
 
-    def append_bytes_per_token(self, fmt: CacheFormat) -> int:
-        """Bytes that one more token adds while every layer still grows."""
+    def append_bytes_per_token(self, fmt: CacheFormat) -> Rate:
+        """Bytes that one more token adds while every layer still grows; a fraction where layers compress."""
         require_format(fmt)
-        return sum(layer.token_bytes(fmt) for layer in self.layers)
+        return total(count * layer.append_bytes(fmt) for layer, count in self._counted.items())
 
-    def retained_bytes_per_token(self, fmt: CacheFormat) -> int:
-        """Bytes that one more token adds once every window is full."""
+    def retained_bytes_per_token(self, fmt: CacheFormat) -> Rate:
+        """Bytes that one more token adds once every window and chunk is full."""
         require_format(fmt)
-        return sum(layer.token_bytes(fmt) for layer in self.layers if layer.window is None)
+        return total(count * layer.retained_bytes(fmt) for layer, count in self._counted.items())
+
+    def indexer_bytes_per_token(self, fmt: CacheFormat) -> Rate:
+        """The part of :meth:`append_bytes_per_token` that published tables leave out: indexer keys."""
+        require_format(fmt)
+        return total(count * layer.indexer_bytes(fmt) for layer, count in self._counted.items())
+
+    def state_bytes(self, fmt: CacheFormat | None = None) -> int:
+        """Bytes of a sequence whatever its length; a state keeps its own types, so a format changes nothing."""
+        used = CacheFormat() if fmt is None else require_format(fmt)
+        return sum(count * layer.state_bytes(used) for layer, count in self._counted.items())
+
+    def draft_append_bytes_per_token(self, fmt: CacheFormat) -> Rate:
+        """Bytes that one more token adds in the draft layers, which no other number counts."""
+        require_format(fmt)
+        return total(layer.append_bytes(fmt) for layer in self.draft_layers)
+
+    def cross_bytes_per_encoder_token(self, fmt: CacheFormat) -> int:
+        """Bytes of one token of the encoder, in all layers that attend to it."""
+        require_format(fmt)
+        return sum(count * layer.cross_bytes_per_encoder_token(fmt) for layer, count in self._counted.items())
+
+    def cross_bytes(self, fmt: CacheFormat, *, encoder_tokens: int | None = None) -> int | None:
+        """Bytes that a sequence keeps of its encoder.
+
+        Args:
+            fmt: how keys and values are stored.
+            encoder_tokens: length of the encoder's output, where the model does not fix it; a fixed one stays.
+
+        Returns:
+            None where a layer attends to an encoder whose length is neither fixed nor given.
+
+        Raises:
+            InputError: ``encoder_tokens`` is no whole number of 0 or more.
+        """
+        require_format(fmt)
+        if encoder_tokens is not None:
+            require_tokens(encoder_tokens, key="encoder_tokens")
+        size = 0
+        for cross in self.cross_layers:
+            length = encoder_tokens if cross.encoder_tokens is None else cross.encoder_tokens
+            if length is None:
+                return None
+            size += length * cross.cross_bytes_per_encoder_token(fmt)
+        return size
+
+    @property
+    def cross_layers(self) -> tuple[Cross, ...]:
+        """Every attention to an encoder, first to last."""
+        return tuple(cross for layer in self.layers for cross in _leaves(layer, Cross))
+
+    @cached_property
+    def _counted(self) -> Mapping[Layer, int]:
+        return Counter(self.layers)
 
     @classmethod
     def read(cls, model: str | Path, *, assume: Mapping[str, Any] | None = None) -> "ModelSpec":
@@ -86,3 +164,12 @@ class ModelSpec:
         from kvist.spec.read import read_model
 
         return read_model(model, assume=assume)
+
+
+def _leaves(layer: Layer, kind: type[_Kind]) -> Iterator[_Kind]:
+    """The layers of one kind in a layer, itself or among its parts."""
+    if isinstance(layer, kind):
+        yield layer
+    elif isinstance(layer, Parallel):
+        for part in layer.parts:
+            yield from _leaves(part, kind)
