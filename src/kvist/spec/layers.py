@@ -387,8 +387,8 @@ class Parallel(Layer):
 
     @property
     def stored(self) -> tuple[Layer, ...]:
-        """The parts of all members."""
-        return tuple(part for part in self.parts for part in part.stored)
+        """What all parts store."""
+        return tuple(layer for part in self.parts for layer in part.stored)
 
 
 def held_tokens(tokens: int, window: int | None, chunk: int | None = None) -> int:
