@@ -1,6 +1,6 @@
-"""Layer groups: layers with the same lifetime rule and the same block shape.
+"""Layer groups: pieces of layers with the same lifetime rule and the same block shape.
 
-A block of a group holds ``block_tokens`` tokens of all its layers. Inside a block the bytes lie so::
+A block of a group holds ``block_tokens`` tokens of all its layers. Inside a block of attention the bytes lie so::
 
     block = layer 0 keys | layer 0 values | layer 1 keys | layer 1 values | …
     keys  = kv head 0: token 0, token 1, … | kv head 1: … | …        (one vector of key_dim a token)
@@ -8,23 +8,43 @@ A block of a group holds ``block_tokens`` tokens of all its layers. Inside a blo
 
 so that one head of one layer is one contiguous run of ``block_tokens`` vectors.
 
+What a layer stores is taken apart until each piece has one lifetime (:attr:`Layer.stored`), and each piece joins the
+group of its equals: a layer with attention beside a state has a place in two groups, one that shares in none.
+
+============  ==========================================  ============================================
+lifetime      blocks of a sequence                        of a stored prefix, what can be reused
+============  ==========================================  ============================================
+full          of all tokens                               up to the first block that is gone
+window        of those that its next query sees           up to a point whose window is all there
+chunk         of those since the chunk's first token      up to a point whose chunk, so far, is there
+compressed    of whole entries, ``ratio`` tokens each     as full
+state         one, whatever the length                    none: a state is not kept at earlier points
+cross         of the encoder's tokens                     none: they are not the sequence's own
+============  ==========================================  ============================================
+
 Groups answer two questions: which of my blocks are dead at this position, and how much of this prefix can I
 reuse.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import gcd, lcm
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from kvist.errors import InputError
+from kvist.errors import InputError, UnsupportedModel
 from kvist.spec.formats import CacheFormat
-from kvist.spec.layers import Attention
+from kvist.spec.layers import Attention, Compressed, Cross, Latent, Layer, State
 from kvist.spec.model import ModelSpec
+from kvist.units import require_tokens
 
 DEFAULT_BLOCK_TOKENS = 16
 MAX_BLOCK_TOKENS = 1 << 20
+
+Lifetime = Literal["full", "window", "chunk", "compressed", "state", "cross"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,66 +52,126 @@ class Group:
     """Layers that share block tables.
 
     Attributes:
-        name: ``full`` or ``window-512``; unique within a cache.
-        layer: the shape and lifetime rule that all of them have.
+        name: ``full``, ``window-512``, ``latent``, ``state-mamba2`` …; unique within a cache.
+        layer: the shape and lifetime rule that all of them have; one piece of :attr:`Layer.stored`.
         layers: their indices in the model.
-        block_tokens: tokens of one block.
+        block_tokens: tokens of one block; whole entries and pools, so that it may be larger than that of other groups.
+            A state's one block holds any number of them.
         format: how keys and values are stored.
     """
 
     name: str
-    layer: Attention
+    layer: Layer
     layers: tuple[int, ...]
     block_tokens: int
     format: CacheFormat
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in all layers of the group."""
-        return len(self.layers) * self.layer.token_bytes(self.format)
+    @cached_property
+    def lifetime(self) -> Lifetime:
+        """The rule by which blocks die."""
+        match self.layer:
+            case Attention(chunk=int()):
+                return "chunk"
+            case Attention(window=int()) | Latent(window=int()):
+                return "window"
+            case Compressed():
+                return "compressed"
+            case State():
+                return "state"
+            case Cross():
+                return "cross"
+            case _:
+                return "full"
+
+    @cached_property
+    def window(self) -> int | None:
+        """Tokens that a query sees, itself included, where that is the rule."""
+        return self.layer.window if isinstance(self.layer, Attention | Latent) else None
 
     @property
+    def gives_back(self) -> bool:
+        """Whether blocks die before their sequence does."""
+        return self.lifetime in ("window", "chunk")
+
+    @property
+    def attention(self) -> Attention:
+        """The layer, where it is plain attention: what the engine computes.
+
+        Raises:
+            UnsupportedModel: it is of another kind.
+        """
+        if not isinstance(self.layer, Attention) or self.layer.chunk is not None or self.layer.indexer is not None:
+            raise UnsupportedModel(
+                f"{self.name}: the engine runs attention over all tokens or a window; `kvist plan` counts this kind too"
+            )
+        return self.layer
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers of the group; amortised, and rounded down, where tokens share bytes."""
+        return self.block_bytes // self.block_tokens
+
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes of one block; scales are inside."""
-        return self.block_tokens * self.token_bytes
+        match self.layer:
+            case State():
+                one = self.layer.state_bytes(self.format)
+            case Cross():
+                one = self.block_tokens * self.layer.cross_bytes_per_encoder_token(self.format)
+            case _:
+                # A block holds whole entries and pools, so that their fractions add up.
+                one = int(self.block_tokens * self.layer.append_bytes(self.format))
+        return len(self.layers) * one
 
     @property
     def head_run_bytes(self) -> tuple[int, int]:
         """Bytes of one head's run of a block for keys and for values: the unit in which kernels read."""
         return (
-            self.block_tokens * self.format.key_codec.vector_bytes(self.layer.key_dim),
-            self.block_tokens * self.format.value_codec.vector_bytes(self.layer.value_dim),
+            self.block_tokens * self.format.key_codec.vector_bytes(self.attention.key_dim),
+            self.block_tokens * self.format.value_codec.vector_bytes(self.attention.value_dim),
         )
 
     def first_live_block(self, length: int) -> int:
         """First block that the query at position ``length`` still sees; all blocks before it are dead."""
-        window = self.layer.window
+        if self.lifetime == "chunk":
+            return self._chunk_start(length) // self.block_tokens
+        window = self.window
         if window is None or length < window:
             return 0
         return (length - window + 1) // self.block_tokens
 
     def live_blocks(self, length: int, in_flight: int = 0) -> int:
         """Blocks held by a sequence of which ``length`` tokens are stored and ``in_flight`` more are being."""
-        end = -(-(length + in_flight) // self.block_tokens)
+        end = self._all_blocks(length + in_flight)
         return end - min(self.first_live_block(length), end)
 
     def peak_blocks(self, length: int, chunk: int) -> int:
         """Most blocks held on the way to ``length`` tokens when at most ``chunk`` of them are in flight at once."""
-        all_blocks = -(-length // self.block_tokens)
-        if self.layer.window is None:
+        all_blocks = self._all_blocks(length)
+        if not self.gives_back:
             return all_blocks
-        span = self.layer.window - 1 + min(chunk, length)
-        return min(all_blocks, (span + self.block_tokens - 2) // self.block_tokens + 1)
+        block, flight = self.block_tokens, min(chunk, length)
+        if self.window is not None:
+            return min(all_blocks, (self.window - 1 + flight + block - 2) // block + 1)
+        # The last token of a chunk is still to come; chunks begin at multiples of gcd(chunk, block) into a block.
+        span = self._chunk - 1 + flight
+        return min(all_blocks, -(-(block - gcd(self._chunk, block) + span) // block))
 
     def reusable_blocks(self, present: npt.NDArray[np.bool_]) -> int:
         """Longest prefix, in blocks, after which a sequence can go on with what is ``present``.
 
-        A full group needs every block; a window needs those that its next query sees.
+        A full group needs every block; a window or chunk those that its next query sees; a state or an encoder's
+        tokens cannot be found in blocks of tokens at all.
         """
+        if self.lifetime in ("state", "cross"):
+            return 0
         missing = np.flatnonzero(~present)
-        if self.layer.window is None:
+        if not self.gives_back:
             return int(missing[0]) if missing.size else len(present)
-        needed = -(-(self.layer.window - 1) // self.block_tokens)
+        if self.window is None:
+            return self._reusable_chunk(present)
+        needed = -(-(self.window - 1) // self.block_tokens)
         end = len(present)
         for gap in missing[::-1].tolist():
             if end - 1 - gap >= needed:
@@ -99,31 +179,130 @@ class Group:
             end = gap
         return end
 
+    def _reusable_chunk(self, present: npt.NDArray[np.bool_]) -> int:
+        ends = np.arange(len(present) + 1)
+        last_gap = np.maximum.accumulate(np.concatenate(([-1], np.where(present, -1, ends[:-1]))))
+        needed_from = ends * self.block_tokens // self._chunk * self._chunk // self.block_tokens
+        return int(ends[last_gap < needed_from].max(initial=0))
 
-def groups_of(spec: ModelSpec, fmt: CacheFormat, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> tuple[Group, ...]:
-    """Gather a model's layers into groups, in the order in which their first layers appear.
+    def _all_blocks(self, tokens: int) -> int:
+        """Blocks that ``tokens`` would fill if none died."""
+        match self.layer:
+            case State():
+                return min(tokens, 1)
+            case Cross(encoder_tokens=int(encoder)):
+                return -(-encoder // self.block_tokens) if tokens else 0
+            case Compressed(ratio=ratio):
+                return -(-(tokens // ratio * ratio) // self.block_tokens)
+            case _:
+                return -(-tokens // self.block_tokens)
+
+    @property
+    def _chunk(self) -> int:
+        assert isinstance(self.layer, Attention)
+        assert self.layer.chunk is not None
+        return self.layer.chunk
+
+    def _chunk_start(self, position: int) -> int:
+        return position // self._chunk * self._chunk
+
+
+def groups_of(
+    spec: ModelSpec,
+    fmt: CacheFormat,
+    block_tokens: int = DEFAULT_BLOCK_TOKENS,
+    *,
+    encoder_tokens: int | None = None,
+) -> tuple[Group, ...]:
+    """Gather what a model's layers store into groups, in the order in which it first appears.
+
+    Args:
+        spec: the model.
+        fmt: how keys and values are stored.
+        block_tokens: tokens of a block; groups of compressed layers take the next multiple that is whole entries.
+        encoder_tokens: length of the encoder's output, where the model attends to one and does not fix it.
 
     Raises:
-        InputError: ``block_tokens`` is not a whole number of tokens, or no vector can be stored so.
+        InputError: ``block_tokens`` is not a whole number of tokens, no vector can be stored so, the encoder's length
+            is needed, or the model stores nothing.
     """
     if type(block_tokens) is not int or not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
         raise InputError(
             f"block_tokens: {block_tokens!r}; a whole number of tokens, 1 to {MAX_BLOCK_TOKENS}", key="block_tokens"
         )
-    members: dict[Attention, list[int]] = {}
-    for index, layer in enumerate(spec.layers):
-        members.setdefault(layer, []).append(index)
+    members: dict[Layer, list[int]] = {}
+    for piece, index in _pieces(spec, encoder_tokens):
+        members.setdefault(piece, []).append(index)
+    if not members:
+        raise InputError(f"model: {spec.name} stores nothing of a sequence; there is no cache to cut", key="model")
     names = _names(members)
     return tuple(
-        Group(name=name, layer=layer, layers=tuple(indices), block_tokens=block_tokens, format=fmt)
+        Group(
+            name=name,
+            layer=layer,
+            layers=tuple(indices),
+            block_tokens=lcm(block_tokens, _indivisible_tokens(layer)),
+            format=fmt,
+        )
         for name, (layer, indices) in zip(names, members.items(), strict=True)
     )
 
 
-def _names(layers: Iterable[Attention]) -> list[str]:
+def _pieces(spec: ModelSpec, encoder_tokens: int | None) -> Iterator[tuple[Layer, int]]:
+    """What each layer stores, and its index; encoders have their length."""
+    for index, layer in enumerate(spec.layers):
+        for piece in layer.stored:
+            if isinstance(piece, Cross) and piece.encoder_tokens is None:
+                if encoder_tokens is None:
+                    raise InputError(
+                        f"encoder_tokens: {spec.name} keeps keys and values of an encoder's output, whose length it "
+                        f"does not fix; give it",
+                        key="encoder_tokens",
+                    )
+                yield replace(piece, encoder_tokens=require_tokens(encoder_tokens, key="encoder_tokens")), index
+            else:
+                yield piece, index
+
+
+def _indivisible_tokens(layer: Layer) -> int:
+    """Tokens that share bytes, of which a block must hold a multiple."""
+    match layer:
+        case Compressed(ratio=ratio, indexer=indexer):
+            return ratio * (indexer.pool if indexer else 1)
+        case Attention(indexer=indexer) | Latent(indexer=indexer) if indexer:
+            return indexer.pool
+        case _:
+            return 1
+
+
+def _names(layers: Iterable[Layer]) -> list[str]:
     names: list[str] = []
     for layer in layers:
-        name = "full" if layer.window is None else f"window-{layer.window}"
+        name = _name(layer)
         twins = sum(1 for other in names if other == name or other.startswith(f"{name}."))
         names.append(f"{name}.{twins}" if twins else name)
     return names
+
+
+def _name(layer: Layer) -> str:
+    match layer:
+        case Attention(chunk=int(chunk)):
+            return f"chunk-{chunk}"
+        case Attention(window=int(window)):
+            return f"window-{window}"
+        case Latent(window=int(window)):
+            return f"latent-window-{window}"
+        case Attention(indexer=None):
+            return "full"
+        case Attention():
+            return "full-indexed"
+        case Latent(indexer=None):
+            return "latent"
+        case Latent():
+            return "latent-indexed"
+        case Compressed(ratio=ratio):
+            return f"compressed-{ratio}"
+        case State(name=name):
+            return f"state-{name}"
+        case _:
+            return layer.kind

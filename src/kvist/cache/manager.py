@@ -26,6 +26,7 @@ from kvist.cache.groups import Group
 from kvist.cache.prefix import Match, PrefixKey, PrefixTree
 from kvist.cache.reclaim import Node
 from kvist.cache.snapshot import snapshot
+from kvist.errors import UnsupportedModel
 
 _NO_BLOCKS = np.empty(0, np.int64)
 
@@ -116,16 +117,26 @@ class Fork:
 
 
 class CacheManager:
-    """Owns the arena and the prefix tree of one model."""
+    """Owns the arena and the prefix tree of one model.
+
+    Raises:
+        UnsupportedModel: a group is a state or an encoder's, or has blocks of another size than the first.
+    """
 
     def __init__(self, groups: Seq[Group], layout: ArenaLayout, *, prefix_cache: bool = True) -> None:
         self.groups = tuple(groups)
+        for group in self.groups:
+            if group.lifetime in ("state", "cross") or group.block_tokens != self.groups[0].block_tokens:
+                raise UnsupportedModel(
+                    f"{group.name}: blocks of {group.block_tokens} tokens, lifetime {group.lifetime}; the cache manages "
+                    f"groups of tokens in blocks of one size"
+                )
         self.layout = layout
         self.arena = Arena(layout)
         self.tree = PrefixTree(self.groups, self.arena)
         self.prefix_cache = prefix_cache
         self.block_tokens = self.groups[0].block_tokens
-        self._windowed = [index for index, group in enumerate(self.groups) if group.layer.window is not None]
+        self._windowed = [index for index, group in enumerate(self.groups) if group.gives_back]
 
     def begin(self, tokens: npt.ArrayLike, key: PrefixKey = PrefixKey()) -> Sequence:  # noqa: B008 (frozen)
         """A new sequence with these known tokens, int32 ``[size]``; it holds nothing yet.

@@ -63,7 +63,7 @@ class PrefixTree:
         self._groups = groups
         self._arena = arena
         self._block_tokens = groups[0].block_tokens
-        self._windowed = [index for index, group in enumerate(groups) if group.layer.window is not None]
+        self._windowed = [index for index, group in enumerate(groups) if group.gives_back]
         self._roots: dict[PrefixKey, Node] = {}
         self._root_keys: dict[int, PrefixKey] = {}
         self._ids = count()
@@ -306,7 +306,7 @@ class PrefixTree:
             end = ids.size
             if keep_tail:
                 # The node ends where sequences part or stopped: the window before it is what they would reuse.
-                end -= -(-(self._groups[group].layer.window or 0) // self._block_tokens)
+                end -= -(-(self._groups[group].window or 0) // self._block_tokens)
             if end <= 0:
                 continue
             head = ids[:end]

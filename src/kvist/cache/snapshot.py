@@ -76,7 +76,7 @@ def _group(manager: "CacheManager", index: int, sequences: Mapping[str, "Sequenc
     return {
         "name": group.name,
         "layers": len(group.layers),
-        "window": group.layer.window,
+        "window": group.window,
         "block_tokens": group.block_tokens,
         "block_bytes": group.block_bytes,
         "blocks_total": manager.layout.total_blocks(index),

@@ -163,7 +163,7 @@ class Engine:
     def cache_tokens(self) -> int:
         """Tokens of one group, the full one where there is one, that the arena would hold at its fullest."""
         layout = self.cache.layout
-        windows = [group.layer.window is not None for group in self.groups]
+        windows = [group.window is not None for group in self.groups]
         index = windows.index(False) if False in windows else 0
         others = [group.peak_blocks(self.max_context, 1) for group in self.groups]
         others[index] = 0

@@ -54,7 +54,7 @@ class Runner:
             self.stores = [PagedKV(self.arena, g, layout, number, scratch) for number, g in enumerate(groups)]
         self.arena_bytes = self.arena.numel()
         # Windows have no shared runs; without a full group any order will do.
-        self.shared_group = next((n for n, group in enumerate(groups) if group.layer.window is None), None)
+        self.shared_group = next((n for n, group in enumerate(groups) if group.window is None), None)
 
     def run(self, batch: Batch) -> Tensor:
         """Compute a batch and store its keys and values in the arena.

@@ -61,7 +61,7 @@ class AttentionPlan:
         self.rows = np.concatenate(([0], np.cumsum(counts))).tolist()
         self.tokens = self.rows[-1]
         self.where = self._new_vectors(spans, counts)
-        window = store.group.layer.window
+        window = store.group.window
         runs: list[SharedRun] = []
         if window is None:
             limits = [span.start // store.block_tokens for span in spans]

@@ -22,11 +22,11 @@ def read_vector(
     per_slab = layout.blocks_per_slab[ordinal]
     base = (block // per_slab) * layout.slab_bytes + (block % per_slab) * group.block_bytes
     key_run, value_run = group.head_run_bytes
-    base += layer * group.layer.kv_heads * (key_run + value_run)
+    base += layer * group.attention.kv_heads * (key_run + value_run)
     vectors = []
     for codec, run, start, dim in (
-        (group.format.key_codec, key_run, base, group.layer.key_dim),
-        (group.format.value_codec, value_run, base + group.layer.kv_heads * key_run, group.layer.value_dim),
+        (group.format.key_codec, key_run, base, group.attention.key_dim),
+        (group.format.value_codec, value_run, base + group.attention.kv_heads * key_run, group.attention.value_dim),
     ):
         size = codec.vector_bytes(dim)
         at = start + head * run + slot * size
@@ -42,9 +42,9 @@ def read_sequence(
     Returns:
         Two float64 tensors ``[kv_heads, length, dim]``; zeros where the block was given back.
     """
-    heads, tokens = group.layer.kv_heads, group.block_tokens
-    keys = torch.zeros(heads, length, group.layer.key_dim, dtype=torch.float64)
-    values = torch.zeros(heads, length, group.layer.value_dim, dtype=torch.float64)
+    heads, tokens = group.attention.kv_heads, group.block_tokens
+    keys = torch.zeros(heads, length, group.attention.key_dim, dtype=torch.float64)
+    values = torch.zeros(heads, length, group.attention.value_dim, dtype=torch.float64)
     for position in range(length):
         block = int(table[position // tokens])
         for head in range(heads if block >= 0 else 0):

@@ -150,7 +150,7 @@ def _tokens_held(groups: Sequence[Group], layout: ArenaLayout, blocks: Sequence[
     Without windows it makes no difference how the tokens are spread over sequences that fill their blocks, and the
     number is that of the whole blocks.
     """
-    if all(group.layer.window is None for group in groups):
+    if all(group.window is None for group in groups):
         users, limit = 0, layout.num_slabs * max(layout.blocks_per_slab) * groups[0].block_tokens
     else:
         limit = context - 1

@@ -206,7 +206,7 @@ def _with_capacity(
     )
     account = None
     if engine is not None:
-        growing = next((index for index, group in enumerate(capacity.groups) if group.layer.window is None), 0)
+        growing = next((index for index, group in enumerate(capacity.groups) if group.lifetime == "full"), 0)
         account = EngineAccount(
             name=engine,
             num_blocks=capacity.layout.total_blocks(growing),

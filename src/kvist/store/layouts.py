@@ -52,11 +52,11 @@ class _Part:
     def __init__(self, arena: Tensor, group: Group, codec: Codec, *, unit: int, heads: int, first: int) -> None:
         self.dtype = CODEC_DTYPES[codec.name]
         self.heads = heads
-        self.dim = group.layer.key_dim
+        self.dim = group.attention.key_dim
         item = self.dtype.itemsize
         vector = self.dim * item
         run = vector * group.block_tokens
-        layer_bytes = group.block_tokens * group.layer.token_bytes(group.format)
+        layer_bytes = group.block_tokens * group.attention.token_bytes(group.format)
         self.run_units = run // unit
         # Vectors may begin at finer steps than runs.
         self.step = gcd(unit, vector)
@@ -89,11 +89,11 @@ class PagedKV:
     def __init__(self, arena: Tensor, group: Group, layout: ArenaLayout, ordinal: int, scratch: Scratch) -> None:
         check_format(group)
         self.group = group
-        self.kv_heads = group.layer.kv_heads
-        self.dim = group.layer.key_dim
+        self.kv_heads = group.attention.kv_heads
+        self.dim = group.attention.key_dim
         self.block_tokens = group.block_tokens
         # Of one layer.
-        self.token_bytes = group.layer.token_bytes(group.format)
+        self.token_bytes = group.attention.token_bytes(group.format)
         self.blocks_per_slab = layout.blocks_per_slab[ordinal]
         key_run, value_run = group.head_run_bytes
         self.unit = gcd(layout.slab_bytes, group.block_bytes, key_run, value_run)
@@ -211,9 +211,9 @@ def check_format(group: Group) -> None:
             raise InputError(
                 f"{side}: the engine does not store {codec} yet; choose one of {', '.join(CODEC_DTYPES)}", key=side
             )
-    if group.layer.key_dim != group.layer.value_dim:
+    if group.attention.key_dim != group.attention.value_dim:
         raise InputError(
-            f"{group.name}: keys are {group.layer.key_dim} wide, values {group.layer.value_dim}; "
+            f"{group.name}: keys are {group.attention.key_dim} wide, values {group.attention.value_dim}; "
             f"the engine stores equal widths",
             key="head_dim",
         )
