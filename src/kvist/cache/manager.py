@@ -128,8 +128,8 @@ class CacheManager:
         for group in self.groups:
             if group.lifetime in ("state", "cross") or group.block_tokens != self.groups[0].block_tokens:
                 raise UnsupportedModel(
-                    f"{group.name}: blocks of {group.block_tokens} tokens, lifetime {group.lifetime}; the cache manages "
-                    f"groups of tokens in blocks of one size"
+                    f"{group.name}: of lifetime {group.lifetime}, in blocks of {group.block_tokens} tokens; the cache "
+                    f"manages tokens in blocks of one size"
                 )
         self.layout = layout
         self.arena = Arena(layout)

@@ -33,6 +33,7 @@ from kvist.engine.runner import Runner
 from kvist.engine.sampler import Sampled, Sampler, SamplingParams
 from kvist.engine.tokenizer import Tokenizer
 from kvist.errors import EngineFailure, InputError, UnsupportedModel
+from kvist.model.decoder import check_network
 from kvist.model_files import locate
 from kvist.planning.capacity import allocated_bytes
 from kvist.scheduler import Batch, Limits, Request, Scheduler
@@ -113,6 +114,7 @@ class Engine:
         if format is not None and not isinstance(format, CacheFormat):
             raise InputError(f"format: {format!r}; write kvist.CacheFormat(key=…, value=…)", key="format")
         spec = model if isinstance(model, ModelSpec) else ModelSpec.read(model)
+        check_network(spec)
         if dtype == "f16" and str(spec.config["model_type"]).startswith("gemma"):
             raise InputError("dtype: Gemma's activations overflow f16; choose bf16 or f32", key="dtype")
         if max_context is not None and not 1 <= max_context <= spec.max_context:

@@ -16,11 +16,18 @@ from kvist.model.linear import Gated, Linear, Logits, Residual, RMSNorm
 from kvist.model.mixers import AttentionMixer
 from kvist.model.rotary import Rotary, Rotation
 from kvist.model.weights import Checkpoint
+from kvist.spec.layers import Attention
+from kvist.spec.layers import Layer as MemoryLayer
 from kvist.spec.model import ModelSpec
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text")
 
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+
+_NEEDED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "layer_types", "rope_theta", "rms_norm_eps", "tie_word_embeddings", "hidden_act",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +62,7 @@ class Decoder:
 
     def __init__(self, spec: ModelSpec, groups: Sequence[Group], dtype: torch.dtype) -> None:
         config = spec.config
-        _check(config)
+        check_network(spec)
         checkpoint = Checkpoint(spec, dtype)
         self.dtype = dtype
         self.vocab: int = config["vocab_size"]
@@ -171,13 +178,37 @@ def _rotaries(config: Mapping[str, Any], checkpoint: Checkpoint) -> list[Rotary]
     return rotaries
 
 
-def _check(config: Mapping[str, Any]) -> None:
-    """Refuse what this decoder does not compute."""
+def _kind(layer: MemoryLayer) -> str:
+    if not isinstance(layer, Attention):
+        return f"layers of kind {layer.kind}"
+    return "attention in chunks" if layer.chunk is not None else "attention with an indexer"
+
+
+def check_network(spec: ModelSpec) -> None:
+    """Refuse what this decoder does not compute.
+
+    Raises:
+        UnsupportedModel: a family, a kind of layer or a mechanism is not computed, or a key is missing that the
+            network is built from; names it.
+    """
+    config = spec.config
     family = config.get("model_type")
     if family not in FAMILIES:
         raise UnsupportedModel(
             f"model_type: {family!r} is not computed; supported are {', '.join(FAMILIES)}", key="model_type"
         )
+    for layer in spec.layers:
+        if not isinstance(layer, Attention) or layer.chunk is not None or layer.indexer is not None:
+            raise UnsupportedModel(
+                f"layers: {spec.name} has {_kind(layer)}, which is not computed; the engine runs attention over all "
+                f"tokens or a window, and `kvist plan` counts the other kinds",
+                key="layers",
+            )
+    for key in _NEEDED:
+        if config.get(key) is None:
+            raise UnsupportedModel(
+                f"{key}: missing from {spec.source}, and the network is built from it; add it", key=key
+            )
     activation = config["hidden_act"]
     if activation not in _ACTIVATIONS:
         raise UnsupportedModel(
