@@ -12,8 +12,10 @@ from kvist.cache.arena import ArenaLayout
 from kvist.cache.groups import Group
 from kvist.cache.manager import BlockCopy
 from kvist.errors import DoesNotFit
-from kvist.kernels.attention import AttentionPlan, Span
+from kvist.kernels.attention import AttentionPlan
+from kvist.kernels.cpu import PagedAttention, PagedPlan
 from kvist.kernels.sharing import sharing_order
+from kvist.kernels.spans import Span
 from kvist.model.decoder import Decoder, Step
 from kvist.model.weights import dtype_named
 from kvist.scheduler import Batch, Chunk
@@ -52,6 +54,7 @@ class Runner:
             self.decoder = Decoder(spec, groups, compute)
             scratch = Scratch()
             self.stores = [PagedKV(self.arena, g, layout, number, scratch) for number, g in enumerate(groups)]
+            self.memories = [self._memory(store) for store in self.stores]
         self.arena_bytes = self.arena.numel()
         # Windows have no shared runs; without a full group any order will do.
         self.shared_group = next((n for n, group in enumerate(groups) if group.window is None), None)
@@ -72,6 +75,13 @@ class Runner:
                 size = self.layout.block_bytes[copy.group]
                 source, target = (self._offset(copy.group, block) for block in (copy.source, copy.target))
                 self.arena[target : target + size] = self.arena[source : source + size]
+
+    def _memory(self, store: PagedKV) -> PagedAttention | None:
+        """The group's memory as compiled kernels read it, where there are any and they can."""
+        decoder = self.decoder
+        if decoder.kernels is None or not PagedAttention.suits(store, decoder.dtype):
+            return None
+        return PagedAttention(decoder.kernels, store, decoder.scores, decoder.repeats)
 
     def _offset(self, group: int, block: int) -> int:
         slab, place = divmod(block, self.layout.blocks_per_slab[group])
@@ -98,19 +108,23 @@ class Runner:
             tokens=torch.from_numpy(tokens.astype(np.int64)),
             positions=torch.from_numpy(positions),
             attention=[
-                AttentionPlan(
-                    store,
+                self._plan(
+                    number,
                     [
                         Span(table=sequence.tables[number], start=chunk.start, count=chunk.count)
                         for sequence, chunk in zip(sequences, ordered, strict=True)
                     ],
-                    self.decoder.scores,
-                    self.decoder.dtype,
                 )
-                for number, store in enumerate(self.stores)
+                for number in range(len(self.stores))
             ],
             sampled=torch.from_numpy(sampled),
         )
+
+    def _plan(self, number: int, spans: Sequence[Span]) -> AttentionPlan | PagedPlan:
+        memory = self.memories[number]
+        if memory is not None:
+            return memory.plan(spans)
+        return AttentionPlan(self.stores[number], spans, self.decoder.scores, self.decoder.dtype)
 
 
 def _keep_pages() -> None:

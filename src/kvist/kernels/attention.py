@@ -23,24 +23,13 @@ from torch import Tensor
 from kvist.kernels.decoding import Decode, LongTail, Tails, decode_segments
 from kvist.kernels.dense import Scores, attend, merge
 from kvist.kernels.sharing import SharedRun, shared_runs
+from kvist.kernels.spans import Span
 from kvist.store.layouts import Gathering, Index, PagedKV
 
 # Past keys and values attended at a time by a chunk: a bound on memory, far above where speed changes.
 _DENSE_BYTES = 16 * 2**20
 # Queries that share one band of a window.
 _TILE = 256
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """One sequence's part of a step: ``count`` tokens from position ``start`` on.
-
-    ``table`` holds its block ids from position 0; those behind a window may be -1.
-    """
-
-    table: Index
-    start: int
-    count: int
 
 
 class AttentionPlan:

@@ -11,10 +11,12 @@ from torch import Tensor
 from kvist.cache.groups import Group
 from kvist.errors import UnsupportedModel
 from kvist.kernels.attention import AttentionPlan
+from kvist.kernels.cpu import Cpu, PagedPlan, cpu
 from kvist.kernels.dense import Scores
-from kvist.model.linear import Gated, Linear, Logits, Residual, RMSNorm
+from kvist.model.linear import Gated, Linear, Logits
 from kvist.model.mixers import AttentionMixer
-from kvist.model.rotary import Rotary, Rotation
+from kvist.model.norms import FusedResidual, Residual, RMSNorm
+from kvist.model.rotary import FusedRotation, Rotary, Rotation
 from kvist.model.weights import Checkpoint
 from kvist.spec.layers import Attention
 from kvist.spec.layers import Layer as MemoryLayer
@@ -43,7 +45,7 @@ class Step:
 
     tokens: Tensor
     positions: Tensor
-    attention: Sequence[AttentionPlan]
+    attention: Sequence[AttentionPlan | PagedPlan]
     sampled: Tensor
 
 
@@ -65,6 +67,8 @@ class Decoder:
         check_network(spec)
         checkpoint = Checkpoint(spec, dtype)
         self.dtype = dtype
+        # They compute in bf16 only.
+        self.kernels: Cpu | None = cpu() if dtype == torch.bfloat16 else None
         self.vocab: int = config["vocab_size"]
         hidden = config["hidden_size"]
         self.embedding = checkpoint.tensor("model.embed_tokens.weight", (self.vocab, hidden))
@@ -84,6 +88,7 @@ class Decoder:
         self.head = Logits(head)
         self.final_softcap: float | None = config.get("final_logit_softcapping")
         scale = config.get("query_pre_attn_scalar") if config["model_type"].startswith("gemma") else None
+        self.repeats: int = config["num_attention_heads"] // config["num_key_value_heads"]
         self.scores = Scores(
             scale=float(scale or config["head_dim"]) ** -0.5, softcap=config.get("attn_logit_softcapping")
         )
@@ -98,11 +103,11 @@ class Decoder:
         x = F.embedding(step.tokens, self.embedding)
         if self.embedding_scale is not None:
             x = x * self.embedding_scale
-        rotations = [rotary.tables(step.positions, self.dtype) for rotary in self.rotaries]
-        stream = Residual(x)
+        rotations = [rotary.tables(step.positions, self.dtype, self.kernels) for rotary in self.rotaries]
+        stream = Residual(x) if self.kernels is None else FusedResidual(x, self.kernels)
         for layer in self.layers:
             layer(stream, rotations[layer.rotary], step.attention[layer.group])
-        logits = self.head(self.norm(stream.x.index_select(0, step.sampled)))
+        logits = self.head(self.norm(stream.rows(step.sampled)))
         if self.final_softcap is not None:
             logits = torch.tanh(logits / self.final_softcap) * self.final_softcap
         return logits
@@ -133,12 +138,15 @@ class Layer:
             self.before_mlp = norm("post_attention_layernorm")
         self.mlp = GatedMLP(checkpoint, config, f"{prefix}.mlp")
 
-    def __call__(self, stream: Residual, rotation: Rotation, attention: AttentionPlan) -> None:
+    def __call__(
+        self,
+        stream: Residual | FusedResidual,
+        rotation: Rotation | FusedRotation,
+        attention: AttentionPlan | PagedPlan,
+    ) -> None:
         """Add to the stream ``[tokens, hidden]``; stores the tokens' keys and values."""
-        mixed = self.mixer(stream.normed(self.before_mixer), rotation, attention)
-        stream.add(mixed if self.after_mixer is None else self.after_mixer(mixed))
-        fed = self.mlp(stream.normed(self.before_mlp))
-        stream.add(fed if self.after_mlp is None else self.after_mlp(fed))
+        stream.add(self.mixer(stream.normed(self.before_mixer), rotation, attention), self.after_mixer)
+        stream.add(self.mlp(stream.normed(self.before_mlp)), self.after_mlp)
 
 
 class GatedMLP:

@@ -1,4 +1,4 @@
-"""The operators of a decoder's weights: products, gated products, norms.
+"""The operators of a decoder's weights: products and gated products.
 
 In bf16 the weights are laid out once as oneDNN wants them. Its plain entry point would reorder them in every call,
 which costs as much as the product itself while few tokens are computed. Weights that a file holds in 4 bits are kept
@@ -113,55 +113,3 @@ class Gated:
         gate = both[:, : self.width]
         gate = F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)
         return gate.mul_(both[:, self.width :])
-
-
-class RMSNorm:
-    """``x / sqrt(mean(x²) + eps) * multiplier`` over the last dimension (arXiv:1910.07467).
-
-    Computed as the layer norm of ``[x, -x]``, whose mean is 0 and whose variance is the mean square of ``x``: one fused
-    operator, in float32 inside, where the formula takes seven.
-
-    Args:
-        multiplier: float32 ``[width]``, or ``[heads, width]`` for heads with different ones.
-        eps: added to the mean square.
-    """
-
-    def __init__(self, multiplier: Tensor, eps: float) -> None:
-        self.eps = eps
-        self.width = multiplier.shape[-1]
-        self.shape = (2 * self.width,)
-        self.doubled = torch.cat((multiplier, multiplier)) if multiplier.dim() == 1 else None
-        self.multiplier = multiplier
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Same shape and type as ``x``; rows may keep a stride of twice their width."""
-        return self.of_mirrored(torch.cat((x, x.neg()), dim=-1))
-
-    def of_mirrored(self, mirrored: Tensor) -> Tensor:
-        """The same of ``[x, -x]``, ``[…, 2 x width]``."""
-        out = torch.layer_norm(mirrored, self.shape, self.doubled, None, self.eps)[..., : self.width]
-        return out if self.doubled is not None else (out * self.multiplier).to(mirrored.dtype)
-
-
-class Residual:
-    """The stream to which every half layer adds, kept beside its negative as the norms want it.
-
-    Args:
-        x: ``[rows, width]``, copied.
-    """
-
-    def __init__(self, x: Tensor) -> None:
-        rows, width = x.shape
-        self.mirrored = torch.empty(rows, 2 * width, dtype=x.dtype)
-        self.x = self.mirrored[:, :width]
-        self.negative = self.mirrored[:, width:]
-        self.x.copy_(x)
-
-    def add(self, change: Tensor) -> None:
-        """Add ``[rows, width]`` in place."""
-        self.x.add_(change)
-
-    def normed(self, norm: RMSNorm) -> Tensor:
-        """``norm`` of the stream."""
-        torch.neg(self.x, out=self.negative)
-        return norm.of_mirrored(self.mirrored)

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from kvist.kernels.attention import AttentionPlan
-from kvist.model.linear import Linear, RMSNorm
+from kvist.kernels.cpu import PagedPlan
+from kvist.model.linear import Linear
+from kvist.model.norms import RMSNorm
 from kvist.model.packed import GROUP
-from kvist.model.rotary import Rotation
+from kvist.model.rotary import FusedRotation, Rotation
 from kvist.model.weights import Checkpoint
 
 
@@ -78,12 +80,9 @@ class AttentionMixer:
             )
             self.norm = RMSNorm(multipliers, config["rms_norm_eps"])
 
-    def __call__(self, x: Tensor, rotation: Rotation, attention: AttentionPlan) -> Tensor:
+    def __call__(self, x: Tensor, rotation: Rotation | FusedRotation, attention: AttentionPlan | PagedPlan) -> Tensor:
         """Mix ``[tokens, hidden]``; stores the tokens' keys and values."""
         projected = self.qkv(x).view(len(x), self.turned + self.kv_heads, self.dim)
-        turned = projected[:, : self.turned]
-        if self.norm is not None:
-            turned.copy_(self.norm(turned))
-        rotation.turn(turned)
+        rotation.turn(projected[:, : self.turned], self.norm)
         queries = projected[:, : self.turned - self.kv_heads].view(len(x), self.repeats, self.kv_heads, self.dim)
         return self.output(attention.attend(self.slot, queries, projected[:, self.turned - self.kv_heads :]))

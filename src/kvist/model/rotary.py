@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from kvist.errors import UnsupportedModel
+from kvist.kernels.cpu import Cpu
+from kvist.model.norms import RMSNorm
 
 
 class Rotary:
@@ -30,15 +32,18 @@ class Rotary:
         frequencies = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
         self.frequencies = _scaled(frequencies, scaling or {"rope_type": "default"}, factors)
 
-    def tables(self, positions: Tensor, dtype: torch.dtype) -> "Rotation":
+    def tables(self, positions: Tensor, dtype: torch.dtype, kernels: Cpu | None) -> "Rotation | FusedRotation":
         """Make the factors of a step.
 
         Args:
             positions: int64 ``[tokens]``.
             dtype: of the queries and keys that will be turned.
+            kernels: that turn them, or None.
         """
         angles = positions.float()[:, None] * self.frequencies
         cos, sin = angles.cos(), angles.sin()
+        if kernels is not None:
+            return FusedRotation(cos=cos, sin=sin, kernels=kernels)
         return Rotation(
             cos=torch.cat((cos, cos), dim=-1).to(dtype)[:, None],
             sin=torch.cat((-sin, sin), dim=-1).to(dtype)[:, None],
@@ -53,10 +58,26 @@ class Rotation:
         self.sin = sin
         self.half = cos.shape[-1] // 2
 
-    def turn(self, heads: Tensor) -> None:
-        """Turn ``[tokens, heads, dim]`` in place."""
+    def turn(self, heads: Tensor, norm: RMSNorm | None) -> None:
+        """Norm each head, where there is a norm, and turn it: ``[tokens, heads, dim]``, in place."""
+        if norm is not None:
+            heads.copy_(norm(heads))
         swapped = torch.roll(heads, self.half, -1)
         heads.mul_(self.cos).addcmul_(swapped, self.sin)
+
+
+class FusedRotation:
+    """The same on the kernels of the CPU: cosines and sines in float32, each ``[tokens, dim / 2]``."""
+
+    def __init__(self, *, cos: Tensor, sin: Tensor, kernels: Cpu) -> None:
+        self.cos = cos
+        self.sin = sin
+        self.kernels = kernels
+
+    def turn(self, heads: Tensor, norm: RMSNorm | None) -> None:
+        """As :meth:`Rotation.turn`."""
+        multiplier, eps = (None, 0.0) if norm is None else (norm.multiplier, norm.eps)
+        self.kernels.rotate(heads, self.cos, self.sin, multiplier, eps)
 
 
 def _scaled(frequencies: Tensor, scaling: Mapping[str, Any], factors: Tensor | None) -> Tensor:

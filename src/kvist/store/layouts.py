@@ -96,6 +96,8 @@ class PagedKV:
         self.token_bytes = group.attention.token_bytes(group.format)
         self.blocks_per_slab = layout.blocks_per_slab[ordinal]
         key_run, value_run = group.head_run_bytes
+        self.slab_bytes = layout.slab_bytes
+        self.address = arena.data_ptr()
         self.unit = gcd(layout.slab_bytes, group.block_bytes, key_run, value_run)
         self.slab_units = layout.slab_bytes // self.unit
         self.block_units = group.block_bytes // self.unit

@@ -1,0 +1,46 @@
+import numpy as np
+import numpy.typing as npt
+
+_Numbers = npt.NDArray[np.int64]
+
+def has_avx512() -> bool: ...
+def ask_for_amx() -> bool: ...
+def borrow_threads(start: int, number: int, threads: int, /) -> None: ...
+
+class Geometry:
+    def __init__(
+        self,
+        *,
+        slab_bytes: int,
+        blocks_per_slab: int,
+        block_bytes: int,
+        layer_bytes: int,
+        run_bytes: int,
+        block_tokens: int,
+        kv_heads: int,
+        dim: int,
+        repeats: int,
+    ) -> None: ...
+
+class Plan:
+    def __init__(
+        self,
+        *,
+        geometry: Geometry,
+        scale: float,
+        softcap: float,
+        window: int,
+        blocks: _Numbers,
+        begin: _Numbers,
+        start: _Numbers,
+        count: _Numbers,
+        runs: _Numbers,
+    ) -> None: ...
+    def attend(self, amx: bool, arena: int, q: int, q_stride: int, kv: int, kv_stride: int, out: int, /) -> None: ...
+
+def rotate(
+    x: int, rows: int, stride: int, heads: int, dim: int, cos: int, sin: int, weight: int, eps: float, /
+) -> None: ...
+def add_norm(
+    stream: int, change: int, after: int, weight: int, out: int, rows: int, width: int, eps: float, /
+) -> None: ...

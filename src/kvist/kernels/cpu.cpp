@@ -1,0 +1,114 @@
+// Python's door to the kernels of the CPU: what this processor can do, plans, and operators on addresses.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <vector>
+
+#include "cpu.h"
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvist {
+namespace {
+
+Team team;
+
+#if defined(__x86_64__) && defined(__linux__)
+bool has_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512bf16");
+}
+
+// The matrix unit needs the processor and the leave of the kernel, which is given to the whole process.
+bool ask_for_amx() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    const bool tiles = (d >> 24 & 1) != 0, bf16 = (d >> 22 & 1) != 0;
+    constexpr long request_permission = 0x1023, tile_data = 18;
+    return tiles && bf16 && syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+}
+#else
+bool has_avx512() { return false; }
+bool ask_for_amx() { return false; }
+#endif
+
+using Numbers = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+std::vector<std::int64_t> copied(const Numbers& numbers) {
+    return {numbers.data(), numbers.data() + numbers.size()};
+}
+
+template <class T>
+T* at(std::uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+}  // namespace
+}  // namespace kvist
+
+NB_MODULE(_cpu, m) {
+    using namespace kvist;
+    m.def("has_avx512", &has_avx512);
+    m.def("ask_for_amx", &ask_for_amx);
+    m.def("borrow_threads", [](std::uintptr_t start, std::uintptr_t number, int threads) {
+        team.borrow(reinterpret_cast<Team::Start>(start), reinterpret_cast<Team::Number>(number), threads);
+    });
+    nb::class_<Geometry>(m, "Geometry")
+        .def("__init__",
+             [](Geometry* self, std::int64_t slab_bytes, std::int64_t blocks_per_slab, std::int64_t block_bytes,
+                std::int64_t layer_bytes, std::int64_t run_bytes, int block_tokens, int kv_heads, int dim, int repeats) {
+                 new (self) Geometry{slab_bytes, blocks_per_slab, block_bytes, layer_bytes, run_bytes,
+                                     block_tokens, kv_heads, dim, repeats};
+             },
+             nb::kw_only(), "slab_bytes"_a, "blocks_per_slab"_a, "block_bytes"_a, "layer_bytes"_a, "run_bytes"_a,
+             "block_tokens"_a, "kv_heads"_a, "dim"_a, "repeats"_a);
+    nb::class_<Plan>(m, "Plan")
+        .def("__init__",
+             [](Plan* self, const Geometry& geometry, float scale, float softcap, std::int64_t window,
+                const Numbers& blocks, const Numbers& begin, const Numbers& start, const Numbers& count,
+                const Numbers& runs) {
+                 new (self) Plan{};
+                 self->geometry = geometry;
+                 self->scale = scale;
+                 self->softcap = softcap;
+                 self->window = window;
+                 std::vector<Run> shared;
+                 for (std::size_t i = 0; i + 4 <= runs.size(); i += 4)
+                     shared.push_back({runs(i), runs(i + 1), runs(i + 2), runs(i + 3)});
+                 make_plan(*self, {copied(blocks), copied(begin), copied(start), copied(count)}, shared, team.threads());
+             },
+             nb::kw_only(), "geometry"_a, "scale"_a, "softcap"_a, "window"_a, "blocks"_a, "begin"_a, "start"_a,
+             "count"_a, "runs"_a)
+        .def("attend",
+             [](Plan& self, bool amx, std::uintptr_t arena, std::uintptr_t q, std::int64_t q_stride, std::uintptr_t kv,
+                std::int64_t kv_stride, std::uintptr_t out) {
+                 avx512::attend(self, team, amx, at<char>(arena), at<bf16>(q), q_stride, at<bf16>(kv), kv_stride,
+                                at<bf16>(out));
+             },
+             nb::call_guard<nb::gil_scoped_release>());
+    m.def(
+        "rotate",
+        [](std::uintptr_t x, std::int64_t rows, std::int64_t stride, int heads, int dim, std::uintptr_t cos,
+           std::uintptr_t sin, std::uintptr_t weight, float eps) {
+            avx512::rotate(team, at<bf16>(x), rows, stride, heads, dim, at<float>(cos), at<float>(sin),
+                           at<float>(weight), eps);
+        },
+        nb::call_guard<nb::gil_scoped_release>());
+    m.def(
+        "add_norm",
+        [](std::uintptr_t stream, std::uintptr_t change, std::uintptr_t after, std::uintptr_t weight,
+           std::uintptr_t out, std::int64_t rows, std::int64_t width, float eps) {
+            avx512::add_norm(team, at<bf16>(stream), at<bf16>(change), at<float>(after), at<float>(weight),
+                             at<bf16>(out), rows, width, eps);
+        },
+        nb::call_guard<nb::gil_scoped_release>());
+}

@@ -1,0 +1,151 @@
+// What the kernels of the CPU share: the memory they read, the work of one step, and threads. No framework in here.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace kvist {
+
+// bf16 values travel as their bits.
+using bf16 = std::uint16_t;
+
+// How one group of layers lies in the arena; see cache/groups.py for the drawing. Sizes in bytes.
+struct Geometry {
+    std::int64_t slab_bytes;
+    std::int64_t blocks_per_slab;
+    std::int64_t block_bytes;
+    std::int64_t layer_bytes;  // one layer's part of a block
+    std::int64_t run_bytes;    // one head's keys, or values, of one layer of one block
+    int block_tokens;
+    int kv_heads;
+    int dim;
+    int repeats;  // query heads of a KV head
+
+    std::int64_t offset(std::int64_t block) const {
+        return block / blocks_per_slab * slab_bytes + block % blocks_per_slab * block_bytes;
+    }
+};
+
+// Rows `first_row … end_row - 1` of a step over the keys at positions `first_key … end_key - 1` of one block table.
+// Only what a row's own position and the window let it see counts.
+struct Unit {
+    int first_row, end_row;
+    std::int64_t first_key, end_key;
+    const std::int64_t* offsets;  // of the table's blocks in the arena
+    std::int64_t partial;         // where its part of a result goes; -1: straight to the output
+};
+
+// Results that several units made of one row, merged by their log-sum-exps.
+struct Partial {
+    std::int64_t base;  // of the unit in `partials`
+    int first_row;      // of the unit
+};
+
+// What the rows of one step see in one group, for all of its layers.
+struct Plan {
+    Geometry geometry;
+    float scale;
+    float softcap;        // 0: none
+    std::int64_t window;  // 0: none
+    std::vector<std::int64_t> positions;      // of each row
+    std::vector<std::int64_t> append;         // offset of each row's first key in the arena
+    std::vector<std::int64_t> offsets;        // of all tables' blocks; -1 where given back
+    std::vector<Unit> units;
+    std::vector<int> merged_rows;             // rows with several results
+    std::vector<std::int64_t> partial_begin;  // their places in `partial`, one more than rows
+    std::vector<Partial> partial;
+    std::vector<float> partials;  // a result: numerator [dim], maximum, denominator
+};
+
+// The sequences of a step: for each its place in `blocks`, its first new position, and how many there are.
+struct Tables {
+    std::vector<std::int64_t> blocks, begin, start, count;
+};
+
+// Blocks `first_block … end_block - 1`, equal in the tables of sequences `first_span … end_span - 1`.
+struct Run {
+    std::int64_t first_span, end_span, first_block, end_block;
+};
+
+// Fills a plan that has its geometry, scale, softcap and window.
+void make_plan(Plan& plan, const Tables& tables, const std::vector<Run>& runs, int threads);
+
+// Runs `body(thread)` on every thread of the team that the framework's own operators use.
+class Team {
+  public:
+    using Start = void (*)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel
+    using Number = int (*)();                                            // omp_get_thread_num
+
+    void borrow(Start start, Number number, int threads) {
+        start_ = start;
+        number_ = number;
+        threads_ = start == nullptr ? 1 : threads;
+    }
+
+    int threads() const { return threads_; }
+
+    template <class Body>
+    void run(Body&& body) const {
+        if (threads_ == 1) {
+            body(0);
+            return;
+        }
+        struct Call {
+            Body* body;
+            Number number;
+        } call{&body, number_};
+        start_(
+            [](void* data) {
+                auto* call = static_cast<Call*>(data);
+                (*call->body)(call->number());
+            },
+            &call, static_cast<unsigned>(threads_), 0);
+    }
+
+    // Runs `body(index)` for 0 … count - 1, `grain` indices at a time, in whatever order threads are free.
+    template <class Body>
+    void share(std::int64_t count, std::int64_t grain, Body&& body) const {
+        if (threads_ == 1 || count <= grain) {
+            for (std::int64_t index = 0; index < count; ++index) body(index);
+            return;
+        }
+        std::atomic<std::int64_t> next{0};
+        run([&](int) {
+            for (;;) {
+                const std::int64_t begin = next.fetch_add(grain, std::memory_order_relaxed);
+                if (begin >= count) return;
+                const std::int64_t end = begin + grain < count ? begin + grain : count;
+                for (std::int64_t index = begin; index < end; ++index) body(index);
+            }
+        });
+    }
+
+  private:
+    Start start_ = nullptr;
+    Number number_ = nullptr;
+    int threads_ = 1;
+};
+
+namespace avx512 {
+
+// Stores the step's keys and values of one layer, then attends.
+//   arena      of the layer's first byte: the arena's plus slot x layer_bytes
+//   q          [rows, repeats, kv_heads, dim], rows `q_stride` elements apart
+//   kv         [rows, 2 x kv_heads, dim], rows `kv_stride` elements apart
+//   out        [rows, repeats, kv_heads, dim], dense
+void attend(Plan& plan, const Team& team, bool amx, char* arena, const bf16* q, std::int64_t q_stride, const bf16* kv,
+            std::int64_t kv_stride, bf16* out);
+
+// Norms (where `weight` is there: [heads, dim]) and turns heads in place: [rows, heads, dim], rows `stride` elements
+// apart; cos and sin [rows, dim / 2].
+void rotate(const Team& team, bf16* x, std::int64_t rows, std::int64_t stride, int heads, int dim, const float* cos,
+            const float* sin, const float* weight, float eps);
+
+// stream += change, where change is there, normed by `after` first where that is there; out = norm(stream).
+void add_norm(const Team& team, bf16* stream, const bf16* change, const float* after, const float* weight, bf16* out,
+              std::int64_t rows, std::int64_t width, float eps);
+
+}  // namespace avx512
+}  // namespace kvist

@@ -1,0 +1,236 @@
+"""The C++ kernels of the CPU: attention that reads blocks in place, and the small operators around it, in bf16.
+
+They need a processor with AVX-512 and its BF16 instructions, and use the matrix unit (AMX) where there is one. Without
+them, or where the extension was not compiled, PyTorch's operators do the same work (:mod:`kvist.kernels.attention`).
+"""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvist.errors import InputError
+from kvist.kernels.dense import Scores
+from kvist.kernels.sharing import shared_runs
+from kvist.kernels.spans import Span
+from kvist.store.layouts import PagedKV
+
+_VARIABLE = "KVIST_KERNELS"
+_CHOICES = ("auto", "amx", "avx512", "torch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cpu:
+    """The compiled kernels, ready to run.
+
+    Attributes:
+        name: ``amx`` or ``avx512``.
+        module: the extension.
+    """
+
+    name: str
+    module: Any
+
+    @property
+    def amx(self) -> bool:
+        """Whether products run on the matrix unit."""
+        return self.name == "amx"
+
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor, multiplier: Tensor | None, eps: float) -> None:
+        """Norm each head, where there is a multiplier, and turn it, in place.
+
+        Args:
+            heads: bf16 ``[tokens, heads, dim]``, dense but for the stride of its tokens.
+            cos: float32 ``[tokens, dim / 2]``.
+            sin: likewise.
+            multiplier: float32 ``[heads, dim]`` of an RMS norm, or None.
+            eps: of that norm.
+        """
+        tokens, count, dim = heads.shape
+        weight = 0 if multiplier is None else multiplier.data_ptr()
+        self.module.rotate(
+            heads.data_ptr(), tokens, heads.stride(0), count, dim, cos.data_ptr(), sin.data_ptr(), weight, eps
+        )
+
+    def add_norm(
+        self, stream: Tensor, change: Tensor | None, after: Tensor | None, multiplier: Tensor, eps: float
+    ) -> Tensor:
+        """Add a change to the stream in place, and norm the sum.
+
+        Args:
+            stream: bf16 ``[rows, width]``, dense.
+            change: likewise; None adds nothing.
+            after: float32 ``[width]``: the multiplier of a norm that the change goes through first, or None.
+            multiplier: float32 ``[width]``.
+            eps: of both norms.
+
+        Returns:
+            bf16 ``[rows, width]``.
+        """
+        out = torch.empty_like(stream)
+        rows, width = stream.shape
+        self.module.add_norm(
+            stream.data_ptr(),
+            0 if change is None else change.data_ptr(),
+            0 if after is None else after.data_ptr(),
+            multiplier.data_ptr(),
+            out.data_ptr(),
+            rows,
+            width,
+            eps,
+        )
+        return out
+
+
+def cpu() -> Cpu | None:
+    """Return the kernels that suit this machine; None where there are none.
+
+    The environment variable ``KVIST_KERNELS`` chooses: ``auto``, ``amx``, ``avx512``, or ``torch`` for none.
+
+    Raises:
+        InputError: the variable asks for something else, or for what this machine cannot do.
+    """
+    return _chosen(os.environ.get(_VARIABLE, "auto"), torch.get_num_threads())
+
+
+@cache
+def _chosen(choice: str, threads: int) -> Cpu | None:
+    if choice not in _CHOICES:
+        raise InputError(f"{_VARIABLE}: {choice!r} is no choice; choose one of {', '.join(_CHOICES)}", key=_VARIABLE)
+    if choice == "torch":
+        return None
+    found = _module()
+    kinds = [] if found is None or not found.has_avx512() else ["avx512"]
+    if kinds and choice != "avx512" and found.ask_for_amx():
+        kinds.insert(0, "amx")
+    if choice != "auto" and choice not in kinds:
+        raise InputError(
+            f"{_VARIABLE}: {choice!r} is not to be had here; choose one of {', '.join([*kinds, 'torch'])}",
+            key=_VARIABLE,
+        )
+    if found is None or not kinds:
+        return None
+    _borrow_threads(found, threads)
+    return Cpu(name=kinds[0] if choice == "auto" else choice, module=found)
+
+
+def _module() -> Any:
+    try:
+        from kvist.kernels import _cpu
+    except ImportError:
+        return None
+    return _cpu
+
+
+def _borrow_threads(module: Any, threads: int) -> None:
+    """Let the kernels run on PyTorch's own team of threads: two teams would push each other off the cores."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        start, number = library.GOMP_parallel, library.omp_get_thread_num
+    except (OSError, AttributeError):
+        module.borrow_threads(0, 0, 1)
+        return
+    addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in (start, number)]
+    module.borrow_threads(*addresses, threads)
+
+
+class PagedAttention:
+    """One group's memory as the kernels see it.
+
+    Args:
+        kernels: of this machine.
+        store: of the group; :meth:`suits` it.
+        scores: scale and cap.
+        repeats: query heads of a KV head.
+    """
+
+    def __init__(self, kernels: Cpu, store: PagedKV, scores: Scores, repeats: int) -> None:
+        self.kernels = kernels
+        self.store = store
+        self.scores = scores
+        group = store.group
+        run_bytes = group.head_run_bytes[0]
+        self.layer_bytes = 2 * store.kv_heads * run_bytes
+        self.geometry = kernels.module.Geometry(
+            slab_bytes=store.slab_bytes,
+            blocks_per_slab=store.blocks_per_slab,
+            block_bytes=group.block_bytes,
+            layer_bytes=self.layer_bytes,
+            run_bytes=run_bytes,
+            block_tokens=group.block_tokens,
+            kv_heads=store.kv_heads,
+            dim=store.dim,
+            repeats=repeats,
+        )
+
+    @staticmethod
+    def suits(store: PagedKV, dtype: torch.dtype) -> bool:
+        """Whether the kernels read what is in this memory: bf16, blocks of whole vectors of 16 tokens."""
+        return (
+            dtype == torch.bfloat16
+            and all(part.dtype == dtype for part in store.parts)
+            and store.block_tokens % 16 == 0
+            and store.dim % 32 == 0
+            and store.dim <= 256
+        )
+
+    def plan(self, spans: Sequence[Span]) -> "PagedPlan":
+        """Plan a step; ``spans`` as for :class:`kvist.kernels.attention.AttentionPlan`."""
+        return PagedPlan(self, spans)
+
+
+class PagedPlan:
+    """What the queries of one step see in one group of layers; the same verb as :class:`AttentionPlan`."""
+
+    def __init__(self, memory: PagedAttention, spans: Sequence[Span]) -> None:
+        self.memory = memory
+        store = memory.store
+        window = store.group.window
+        runs = []
+        if window is None and len(spans) > 1:
+            runs = shared_runs([span.table for span in spans], [span.start // store.block_tokens for span in spans])
+        lengths = [len(span.table) for span in spans]
+        self.plan = memory.kernels.module.Plan(
+            geometry=memory.geometry,
+            scale=memory.scores.scale,
+            softcap=memory.scores.softcap or 0.0,
+            window=window or 0,
+            blocks=np.concatenate([span.table for span in spans]),
+            begin=np.cumsum([0, *lengths[:-1]]),
+            start=np.array([span.start for span in spans]),
+            count=np.array([span.count for span in spans]),
+            runs=np.array(
+                [(run.first_span, run.end_span, run.first_block, run.end_block) for run in runs], np.int64
+            ).ravel(),
+        )
+
+    def attend(self, slot: int, q: Tensor, kv: Tensor) -> Tensor:
+        """Store a layer's new keys and values, then attend.
+
+        Args:
+            slot: the layer's place in the group.
+            q: bf16 ``[tokens, repeats, kv_heads, dim]``, rotated, dense but for the stride of its tokens.
+            kv: bf16 ``[tokens, 2 x kv_heads, dim]``, rotated keys, then values; likewise.
+
+        Returns:
+            ``[tokens, repeats x kv_heads x dim]``.
+        """
+        memory = self.memory
+        out = torch.empty(len(q), q.shape[1] * q.shape[2] * q.shape[3], dtype=q.dtype)
+        self.plan.attend(
+            memory.kernels.amx,
+            memory.store.address + slot * memory.layer_bytes,
+            q.data_ptr(),
+            q.stride(0),
+            kv.data_ptr(),
+            kv.stride(0),
+            out.data_ptr(),
+        )
+        return out

@@ -1,0 +1,132 @@
+// Cuts the work of one step into units that threads can share, once for all layers of a group.
+
+#include "cpu.h"
+
+#include <algorithm>
+
+namespace kvist {
+namespace {
+
+// Queries of one unit: enough that keys and values read once serve many, few enough that their results stay in the
+// nearest cache.
+constexpr int kRows = 192;
+constexpr std::int64_t kResultElements = 192 * 64;
+// A part of a sequence's keys must be worth the merging of its result.
+constexpr std::int64_t kLeastKeys = 256;
+constexpr std::int64_t kKeyStep = 128;
+
+struct Piece {
+    int first_row, end_row;
+    std::int64_t first_key, end_key;
+    const std::int64_t* offsets;
+};
+
+// Sixteen queries are computed at once, so that is what a key costs.
+std::int64_t cost(const Piece& piece, int repeats) {
+    const std::int64_t queries = (static_cast<std::int64_t>(piece.end_row - piece.first_row) * repeats + 15) / 16;
+    return queries * (piece.end_key - piece.first_key);
+}
+
+void cut_rows(std::vector<Piece>& pieces, Piece whole, int rows, std::int64_t start, std::int64_t window, bool causal) {
+    for (int row = whole.first_row; row < whole.end_row; row += rows) {
+        Piece piece = whole;
+        piece.first_row = row;
+        piece.end_row = std::min(row + rows, whole.end_row);
+        if (causal) {
+            const std::int64_t low = start + row - whole.first_row;
+            piece.end_key = std::min(whole.end_key, start + piece.end_row - whole.first_row);
+            if (window > 0) piece.first_key = std::max(whole.first_key, low - window + 1);
+        }
+        if (piece.first_key < piece.end_key) pieces.push_back(piece);
+    }
+}
+
+}  // namespace
+
+void make_plan(Plan& plan, const Tables& tables, const std::vector<Run>& runs, int threads) {
+    const Geometry& shape = plan.geometry;
+    const int size = shape.block_tokens;
+    const int rows_a_unit =
+        std::max(1, static_cast<int>(std::min<std::int64_t>(kRows, kResultElements / shape.dim)) / shape.repeats);
+    plan.offsets.resize(tables.blocks.size());
+    for (std::size_t i = 0; i < tables.blocks.size(); ++i)
+        plan.offsets[i] = tables.blocks[i] < 0 ? -1 : shape.offset(tables.blocks[i]);
+    std::vector<int> first_row{0};
+    for (std::size_t span = 0; span < tables.start.size(); ++span) {
+        const std::int64_t* offsets = plan.offsets.data() + tables.begin[span];
+        for (std::int64_t i = 0; i < tables.count[span]; ++i) {
+            const std::int64_t position = tables.start[span] + i;
+            plan.positions.push_back(position);
+            plan.append.push_back(offsets[position / size] + position % size * shape.dim * 2);
+        }
+        first_row.push_back(static_cast<int>(plan.positions.size()));
+    }
+    std::vector<Piece> pieces;
+    std::vector<std::int64_t> shared(tables.start.size(), 0);
+    for (const Run& run : runs) {
+        Piece whole{first_row[run.first_span], first_row[run.end_span], run.first_block * size, run.end_block * size,
+                    plan.offsets.data() + tables.begin[run.first_span]};
+        cut_rows(pieces, whole, rows_a_unit, 0, 0, false);
+        for (std::int64_t span = run.first_span; span < run.end_span; ++span) shared[span] = run.end_block * size;
+    }
+    for (std::size_t span = 0; span < tables.start.size(); ++span) {
+        std::int64_t begin = shared[span];
+        if (plan.window > 0) begin = std::max(begin, tables.start[span] - plan.window + 1);
+        Piece whole{first_row[span], first_row[span + 1], begin, tables.start[span] + tables.count[span],
+                    plan.offsets.data() + tables.begin[span]};
+        cut_rows(pieces, whole, rows_a_unit, tables.start[span], plan.window, true);
+    }
+    // Long pieces are cut along their keys as far as the threads need it to finish together.
+    std::int64_t total = 0;
+    for (const Piece& piece : pieces) total += cost(piece, shape.repeats);
+    const std::int64_t target = std::max<std::int64_t>(1, total * shape.kv_heads / (threads * std::int64_t{4}));
+    std::vector<Piece> parts;
+    for (const Piece& piece : pieces) {
+        const std::int64_t keys = piece.end_key - piece.first_key;
+        std::int64_t count = threads == 1 ? 1 : (cost(piece, shape.repeats) + target - 1) / target;
+        count = std::clamp<std::int64_t>(count, 1, std::max<std::int64_t>(1, keys / kLeastKeys));
+        const std::int64_t step = ((keys + count - 1) / count + kKeyStep - 1) / kKeyStep * kKeyStep;
+        for (std::int64_t key = piece.first_key; key < piece.end_key;) {
+            Piece part = piece;
+            part.first_key = key;
+            // Every part but the first begins on a whole step, wherever the piece begins.
+            key = std::min(piece.end_key, (key + step) / kKeyStep * kKeyStep);
+            part.end_key = key;
+            parts.push_back(part);
+        }
+    }
+    std::vector<int> results(plan.positions.size(), 0);
+    for (const Piece& part : parts)
+        for (int row = part.first_row; row < part.end_row; ++row) ++results[row];
+    const std::int64_t result_size = static_cast<std::int64_t>(shape.repeats) * shape.kv_heads * (shape.dim + 2);
+    std::int64_t size_of_partials = 0;
+    for (const Piece& part : parts) {
+        Unit unit{part.first_row, part.end_row, part.first_key, part.end_key, part.offsets, -1};
+        if (std::any_of(results.begin() + part.first_row, results.begin() + part.end_row,
+                        [](int count) { return count > 1; })) {
+            unit.partial = size_of_partials;
+            size_of_partials += (part.end_row - part.first_row) * result_size;
+        }
+        plan.units.push_back(unit);
+    }
+    plan.partials.resize(size_of_partials);
+    std::vector<std::vector<Partial>> of_row(plan.positions.size());
+    for (const Unit& unit : plan.units)
+        if (unit.partial >= 0)
+            for (int row = unit.first_row; row < unit.end_row; ++row)
+                of_row[row].push_back({unit.partial, unit.first_row});
+    plan.partial_begin.push_back(0);
+    for (std::size_t row = 0; row < of_row.size(); ++row) {
+        if (of_row[row].empty()) continue;
+        plan.merged_rows.push_back(static_cast<int>(row));
+        plan.partial.insert(plan.partial.end(), of_row[row].begin(), of_row[row].end());
+        plan.partial_begin.push_back(static_cast<std::int64_t>(plan.partial.size()));
+    }
+    // The dearest first, so that none is left for the end.
+    std::stable_sort(plan.units.begin(), plan.units.end(), [](const Unit& one, const Unit& other) {
+        return (one.end_row - one.first_row) * (one.end_key - one.first_key) >
+               (other.end_row - other.first_row) * (other.end_key - other.first_key);
+    });
+}
+
+}  // namespace kvist

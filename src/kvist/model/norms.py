@@ -1,0 +1,97 @@
+"""RMS norms, and the stream of residuals between them."""
+
+import torch
+from torch import Tensor
+
+from kvist.kernels.cpu import Cpu
+
+
+class RMSNorm:
+    """``x / sqrt(mean(x²) + eps) * multiplier`` over the last dimension (arXiv:1910.07467).
+
+    Computed as the layer norm of ``[x, -x]``, whose mean is 0 and whose variance is the mean square of ``x``: one fused
+    operator, in float32 inside, where the formula takes seven.
+
+    Args:
+        multiplier: float32 ``[width]``, or ``[heads, width]`` for heads with different ones.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, multiplier: Tensor, eps: float) -> None:
+        self.eps = eps
+        self.width = multiplier.shape[-1]
+        self.shape = (2 * self.width,)
+        self.doubled = torch.cat((multiplier, multiplier)) if multiplier.dim() == 1 else None
+        self.multiplier = multiplier.contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Same shape and type as ``x``; rows may keep a stride of twice their width."""
+        return self.of_mirrored(torch.cat((x, x.neg()), dim=-1))
+
+    def of_mirrored(self, mirrored: Tensor) -> Tensor:
+        """The same of ``[x, -x]``, ``[…, 2 x width]``."""
+        out = torch.layer_norm(mirrored, self.shape, self.doubled, None, self.eps)[..., : self.width]
+        return out if self.doubled is not None else (out * self.multiplier).to(mirrored.dtype)
+
+
+class Residual:
+    """The stream to which every half layer adds, kept beside its negative as the norms want it.
+
+    Args:
+        x: ``[rows, width]``, copied.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        rows, width = x.shape
+        self.mirrored = torch.empty(rows, 2 * width, dtype=x.dtype)
+        self.x = self.mirrored[:, :width]
+        self.negative = self.mirrored[:, width:]
+        self.x.copy_(x)
+
+    def add(self, change: Tensor, after: RMSNorm | None) -> None:
+        """Add ``[rows, width]``, which goes through ``after`` first where that is there."""
+        self.x.add_(change if after is None else after(change))
+
+    def normed(self, norm: RMSNorm) -> Tensor:
+        """``norm`` of the stream."""
+        torch.neg(self.x, out=self.negative)
+        return norm.of_mirrored(self.mirrored)
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Some rows of the stream, copied."""
+        return self.x.index_select(0, index)
+
+
+class FusedResidual:
+    """The same on the kernels of the CPU: what is added waits for the norm that follows, and both run as one.
+
+    Args:
+        x: bf16 ``[rows, width]``; it becomes the stream and is changed.
+        kernels: of this machine.
+    """
+
+    def __init__(self, x: Tensor, kernels: Cpu) -> None:
+        self.x = x
+        self.kernels = kernels
+        self.change: Tensor | None = None
+        self.after: RMSNorm | None = None
+
+    def add(self, change: Tensor, after: RMSNorm | None) -> None:
+        """Add ``[rows, width]``, which goes through ``after`` first where that is there."""
+        assert self.change is None, "a norm comes between two additions"
+        self.change, self.after = change, after
+
+    def normed(self, norm: RMSNorm) -> Tensor:
+        """``norm`` of the stream."""
+        after = None if self.after is None else self.after.multiplier
+        out = self.kernels.add_norm(self.x, self.change, after, norm.multiplier, norm.eps)
+        self.change = self.after = None
+        return out
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Some rows of the stream, copied."""
+        x = self.x.index_select(0, index)
+        if self.change is not None:
+            change = self.change.index_select(0, index)
+            x += change if self.after is None else self.after(change)
+        return x

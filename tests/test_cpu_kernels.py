@@ -1,0 +1,150 @@
+"""The C++ kernels against the references: attention read byte by byte from the arena, norms and rotation in float64."""
+
+import pytest
+import torch
+from fixtures_attention import group_of, make_scene
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvist.errors import InputError
+from kvist.kernels import cpu as cpu_module
+from kvist.kernels.cpu import PagedAttention, cpu
+from kvist.kernels.dense import Scores
+from kvist.kernels.sharing import sharing_order
+from kvist.model.norms import FusedResidual, RMSNorm
+
+BF16 = torch.bfloat16
+
+
+def kinds():
+    module = cpu_module._module()
+    if module is None or not module.has_avx512():
+        return []
+    return ["avx512", "amx"] if module.ask_for_amx() else ["avx512"]
+
+
+@pytest.fixture(params=["avx512", "amx"])
+def kernels(request, monkeypatch):
+    if request.param not in kinds():
+        pytest.skip(f"no {request.param} kernels on this machine")
+    monkeypatch.setenv("KVIST_KERNELS", request.param)
+    return cpu()
+
+
+def check(kernels, scene, *, repeats=3, softcap=None, seed=0):
+    """Run every layer and hold it against the oracle."""
+    group = scene.group
+    order = sharing_order([span.table for span in scene.spans])
+    scene.spans = [scene.spans[index] for index in order]
+    tokens = sum(span.count for span in scene.spans)
+    scores = Scores(scale=group.layer.key_dim**-0.5, softcap=softcap)
+    assert PagedAttention.suits(scene.store, BF16)
+    plan = PagedAttention(kernels, scene.store, scores, repeats).plan(scene.spans)
+    generator = torch.Generator().manual_seed(seed)
+    heads, dim = group.layer.kv_heads, group.layer.key_dim
+    for slot in range(len(group.layers)):
+        projected = torch.randn(tokens, (repeats + 2) * heads, dim, generator=generator).to(BF16)
+        q = projected[:, : repeats * heads].view(tokens, repeats, heads, dim)
+        out = plan.attend(slot, q, projected[:, repeats * heads :])
+        assert out.shape == (tokens, repeats * heads * dim)
+        expected = scene.expected(slot, q, scores.scale, softcap)
+        # Weights and results are rounded to bf16, 8 bits, once each.
+        assert (out.double() - expected).abs().max() < 0.012 * max(1, expected.abs().max())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    parts=st.lists(
+        st.tuples(st.sampled_from([0, 1, 15, 16, 17, 40, 130, 300]), st.sampled_from([1, 1, 1, 2, 5, 13, 40, 70])),
+        min_size=1,
+        max_size=5,
+    ),
+    leaders=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20)), min_size=5, max_size=5),
+    window=st.sampled_from([None, None, 3, 16, 33, 150]),
+    heads=st.sampled_from([(1, 4), (2, 3), (3, 1)]),
+    dim=st.sampled_from([32, 64, 96, 256]),
+    block_tokens=st.sampled_from([16, 32]),
+    softcap=st.sampled_from([None, None, 2.0]),
+    kind=st.sampled_from(["avx512", "amx"]),
+    seed=st.integers(0, 100),
+)
+def test_any_step_equals_the_reference(parts, leaders, window, heads, dim, block_tokens, softcap, kind, seed):
+    if kind not in kinds():
+        pytest.skip(f"no {kind} kernels on this machine")
+    group = group_of(
+        kv_heads=heads[0], window=window, block_tokens=block_tokens, key="bf16", value="bf16", dim=dim, layers=2
+    )
+    scene = make_scene(group, parts, seed=seed, shared=leaders[: len(parts)])
+    chosen = cpu_module._chosen(kind, torch.get_num_threads())
+    check(chosen, scene, repeats=heads[1], softcap=softcap, seed=seed)
+
+
+def test_long_contexts_are_cut_among_threads(kernels):
+    group = group_of(kv_heads=1, key="bf16", value="bf16", dim=64, block_tokens=16, layers=1)
+    check(kernels, make_scene(group, [(3000, 1)]))
+    check(kernels, make_scene(group, [(2990, 7), (40, 1)]), repeats=2)
+
+
+def test_windows_of_long_contexts(kernels):
+    group = group_of(kv_heads=1, window=150, key="bf16", value="bf16", dim=64, block_tokens=16, layers=1)
+    check(kernels, make_scene(group, [(600, 300), (650, 1), (39, 2)]), repeats=2)
+
+
+@pytest.mark.parametrize(("heads", "dim", "normed"), [(5, 64, False), (3, 256, True), (2, 80, True), (1, 20, False)])
+def test_rotation(kernels, heads, dim, normed):
+    generator = torch.Generator().manual_seed(dim)
+    wide = torch.randn(7, heads + 2, dim, generator=generator).to(BF16)
+    x = wide[:, :heads]
+    angles = torch.rand(7, dim // 2, generator=generator) * 6
+    multiplier = torch.rand(heads, dim, generator=generator) + 0.5 if normed else None
+    expected = x.double()
+    if normed:
+        expected = expected / (expected.square().mean(-1, keepdim=True) + 1e-6).sqrt() * multiplier.double()
+    cos, sin = angles.double().cos()[:, None], angles.double().sin()[:, None]
+    one, two = expected.chunk(2, dim=-1)
+    expected = torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1)
+    before = wide[:, heads:].clone()
+    kernels.rotate(x, angles.cos(), angles.sin(), multiplier, 1e-6)
+    assert (x.double() - expected).abs().max() < 0.005 * expected.abs().max()
+    assert torch.equal(wide[:, heads:], before)
+
+
+@pytest.mark.parametrize("width", [16, 576, 640, 100])
+@pytest.mark.parametrize("after", [False, True])
+def test_the_stream_of_residuals(kernels, width, after):
+    generator = torch.Generator().manual_seed(width)
+    x, change = (torch.randn(9, width, generator=generator).to(BF16) for _ in range(2))
+    norms = [RMSNorm(torch.rand(width, generator=generator) + 0.5, 1e-6) for _ in range(3)]
+    stream = FusedResidual(x.clone(), kernels)
+    first = stream.normed(norms[0])
+
+    def normed(v, norm):
+        return v / (v.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.multiplier.double()
+
+    assert (first.double() - normed(x.double(), norms[0])).abs().max() < 0.02
+    stream.add(change, norms[1] if after else None)
+    some = stream.rows(torch.tensor([8, 2]))
+    second = stream.normed(norms[2])
+    added = x.double() + (normed(change.double(), norms[1]) if after else change.double())
+    assert (stream.x.double() - added).abs().max() < 0.03
+    assert (some.double() - added[[8, 2]]).abs().max() < 0.05
+    assert (second.double() - normed(stream.x.double(), norms[2])).abs().max() < 0.02
+
+
+def test_the_variable_chooses(monkeypatch):
+    monkeypatch.setenv("KVIST_KERNELS", "torch")
+    assert cpu() is None
+    monkeypatch.setenv("KVIST_KERNELS", "neon")
+    with pytest.raises(InputError, match="KVIST_KERNELS: 'neon'"):
+        cpu()
+
+
+def test_without_the_extension_pytorch_computes(monkeypatch):
+    monkeypatch.setattr(cpu_module, "_module", lambda: None)
+    cpu_module._chosen.cache_clear()
+    monkeypatch.setenv("KVIST_KERNELS", "auto")
+    assert cpu() is None
+    monkeypatch.setenv("KVIST_KERNELS", "avx512")
+    with pytest.raises(InputError, match="choose one of torch"):
+        cpu()
+    cpu_module._chosen.cache_clear()
