@@ -99,7 +99,7 @@ def _short(value: object) -> str:
     return shown if len(shown) <= 40 else f"{shown[:36]}…"
 
 
-def format_size(count: int) -> str:
+def format_size(count: float) -> str:
     """Print bytes with the binary unit that leaves one to four digits before the point: ``22.5 KiB``."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

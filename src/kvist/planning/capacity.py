@@ -10,6 +10,7 @@ from kvist.cache.arena import ArenaLayout
 from kvist.cache.groups import Group
 from kvist.errors import DoesNotFit, InputError
 from kvist.spec.formats import CacheFormat
+from kvist.spec.layers import Cross
 from kvist.spec.model import ModelSpec
 from kvist.units import format_size
 
@@ -22,9 +23,10 @@ class Capacity:
 
     Attributes:
         cache_bytes: given to the cache.
-        cache_tokens: tokens that it holds; with windows, when they are those of sequences of ``context``.
+        cache_tokens: tokens that it holds; with windows, states or an encoder, when they are those of sequences of
+            ``context``.
         context: tokens of each sequence.
-        block_tokens: of every group.
+        block_tokens: of every group, but for those of compressed layers, whose blocks are whole entries.
         layout: how the memory is cut.
         groups: what it is cut for.
         users_slab: sequences when each reserves its longest context in one piece.
@@ -67,7 +69,8 @@ class Capacity:
 def allocated_bytes(groups: Sequence[Group], length: int, in_flight: int = 0) -> int:
     """Bytes of the blocks that a sequence of ``length`` stored tokens holds while ``in_flight`` more are computed.
 
-    Whole blocks in every group; a window has given back the blocks that its next query does not see.
+    Whole blocks in every group; a window or chunk has given back the blocks that its next query does not see, and a
+    state is one block.
     """
     return sum(group.live_blocks(length, in_flight) * group.block_bytes for group in groups)
 
@@ -108,19 +111,21 @@ def capacity_of(
         ]
         return layout.slabs_for(counts) <= layout.num_slabs
 
-    least_chunk = min(groups[0].block_tokens, context, chunk)
+    block_tokens = min(group.block_tokens for group in groups)
+    least_chunk = min(block_tokens, context, chunk)
     most_blocks = layout.num_slabs * max(layout.blocks_per_slab)
     users = _most(lambda count: fits(count, least_chunk), most_blocks)
     last_chunk = _most(lambda count: fits(users, count), min(chunk, context)) if users else 0
-    reserved = spec.sequence_bytes(max(spec.max_context, context), fmt)
-    needed = spec.sequence_bytes(context, fmt)
+    encoder = sum(_encoder_bytes(group) for group in groups)
+    reserved = spec.sequence_bytes(max(spec.max_context, context), fmt) + encoder
+    needed = spec.sequence_bytes(context, fmt) + encoder
     slab_users = cache_bytes // reserved if reserved else 0
     held = sum(count * group.block_bytes for count, group in zip(blocks, groups, strict=True))
     return Capacity(
         cache_bytes=cache_bytes,
         cache_tokens=_tokens_held(groups, layout, blocks, context, users),
         context=context,
-        block_tokens=groups[0].block_tokens,
+        block_tokens=block_tokens,
         layout=layout,
         groups=groups,
         users_slab=slab_users,
@@ -130,6 +135,15 @@ def capacity_of(
         sequence_blocks=blocks,
         prefill_chunk=last_chunk,
     )
+
+
+def _encoder_bytes(group: Group) -> int:
+    """Logical bytes that a sequence keeps of its encoder in a group."""
+    match group.layer:
+        case Cross(encoder_tokens=int(tokens)):
+            return len(group.layers) * tokens * group.layer.cross_bytes_per_encoder_token(group.format)
+        case _:
+            return 0
 
 
 def _most(fits: Callable[[int], bool], limit: int) -> int:
@@ -147,11 +161,11 @@ def _most(fits: Callable[[int], bool], limit: int) -> int:
 def _tokens_held(groups: Sequence[Group], layout: ArenaLayout, blocks: Sequence[int], context: int, users: int) -> int:
     """Tokens of as many sequences of ``context`` as fit, and of a shorter last one.
 
-    Without windows it makes no difference how the tokens are spread over sequences that fill their blocks, and the
-    number is that of the whole blocks.
+    Where every layer keeps every token it makes no difference how the tokens are spread over sequences that fill
+    their blocks, and the number is that of the whole blocks.
     """
-    if all(group.window is None for group in groups):
-        users, limit = 0, layout.num_slabs * max(layout.blocks_per_slab) * groups[0].block_tokens
+    if all(group.lifetime == "full" for group in groups):
+        users, limit = 0, layout.num_slabs * max(layout.blocks_per_slab) * min(group.block_tokens for group in groups)
     else:
         limit = context - 1
 

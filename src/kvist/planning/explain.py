@@ -1,12 +1,11 @@
 """Each number of a plan as formula x source, for ``--explain``."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from kvist.planning.plan import Budget, LayerRow, Plan
-from kvist.spec.formats import CODECS, CacheFormat
-
-_KEYS = "num_hidden_layers, num_key_value_heads, head_dim"
+from kvist.planning.explain_layers import config_keys, explain_vectors, terms_of
+from kvist.planning.plan import Budget, Plan
+from kvist.spec.layers import Rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,54 +13,96 @@ class Explained:
     """One number: what it is, how much, how it comes about, and whose numbers went in."""
 
     what: str
-    value: int
+    value: Rate
     formula: str
     source: str
 
 
 def explain(plan: Plan) -> list[Explained]:
     """Explain every number of a plan, in the order in which they build on each other."""
-    rows = [*_tokens(plan), *_sequences(plan), *_weights(plan)]
+    rows = [*_tokens(plan), *_sequences(plan), *_apart(plan), *_weights(plan)]
     if plan.capacity is not None:
         rows.extend(_capacity(plan, plan.capacity))
     return rows
 
 
 def _tokens(plan: Plan) -> Iterator[Explained]:
-    source = f"{_KEYS}; {plan.spec.source}"
-    for side in ("key", "value"):
-        widths = sorted({getattr(row, f"{side}_dim") for row in plan.layers})
-        name = getattr(plan.format, side)
-        for width in widths:
-            yield Explained(
-                what=f"one {side} vector",
-                value=CODECS[name].vector_bytes(width),
-                formula=_vector(name, width),
-                source=f"codec {name}",
-            )
+    fmt = plan.format
+    vectors = (vector for row in plan.layers for vector in explain_vectors(row.layer, fmt))
+    for vector in dict.fromkeys(vectors):
+        yield Explained(what=vector.what, value=vector.size, formula=vector.formula, source=vector.source)
+    terms = terms_of(plan.layers, fmt)
     yield Explained(
         what="append, bytes a token",
         value=plan.append_bytes_per_token,
-        formula=_sum(_layers(row, plan.format) for row in plan.layers),
-        source=source,
+        formula=_sum(term.append for term in terms if term.append) or "no layer grows with the tokens",
+        source=config_keys(plan.spec),
     )
-    growing = [row for row in plan.layers if row.window is None]
     yield Explained(
         what="retained, bytes a token",
         value=plan.retained_bytes_per_token,
-        formula=_sum(_layers(row, plan.format) for row in growing) or "no layer grows past its window",
+        formula=_sum(term.append for term in terms if term.append and term.limit is None)
+        or "no layer grows past its window",
         source="append, without the layers that have a window",
     )
+    if plan.indexer_bytes_per_token:
+        yield Explained(
+            what="of append, indexer keys",
+            value=plan.indexer_bytes_per_token,
+            formula=_sum(term.append for term in terms if term.indexer),
+            source="counted in append and retained; published tables leave them out",
+        )
+    if plan.state_bytes:
+        yield Explained(
+            what="state, bytes a sequence",
+            value=plan.state_bytes,
+            formula=_sum(term.fixed for term in terms if term.fixed),
+            source="shapes of the recurrent layers, in their own types whatever the format",
+        )
 
 
 def _sequences(plan: Plan) -> Iterator[Explained]:
+    terms = terms_of(plan.layers, plan.format)
+    rules = [
+        ("a window of W tokens holds min(tokens, W)", any(term.limit is not None for term in terms)),
+        ("compressed entries and pools are whole: //", any("//" in term.held(1) for term in terms)),
+        ("a state is there whatever the length", any(term.fixed for term in terms)),
+    ]
+    source = "; ".join(rule for rule, used in rules if used) or "every layer holds every token"
     for tokens, size in plan.sequence_bytes.items():
-        parts = [f"{_held(tokens, row.window)} x {_layers(row, plan.format)}" for row in plan.layers]
+        parts = (term.fixed or f"{term.held(tokens)} x {term.unit}" for term in terms)
         yield Explained(
             what=f"sequence of {tokens:,} tokens",
             value=size,
-            formula=_sum(parts),
-            source="a window of W tokens holds min(tokens, W)",
+            formula=_sum(parts) or "no layer stores anything",
+            source=source,
+        )
+
+
+def _apart(plan: Plan) -> Iterator[Explained]:
+    """What no other number counts: the encoder's side, and draft layers."""
+    if plan.cross_bytes_per_encoder_token:
+        terms = terms_of(plan.layers, plan.format, cross=True)
+        yield Explained(
+            what="cross, bytes an encoder token",
+            value=plan.cross_bytes_per_encoder_token,
+            formula=_sum(term.unit for term in terms),
+            source="apart from the sequence's own tokens",
+        )
+        if plan.cross_bytes is not None:
+            yield Explained(
+                what="cross, bytes a sequence",
+                value=plan.cross_bytes,
+                formula=_sum(f"{term.encoder_tokens:,} x {term.unit}" for term in terms),
+                source="the encoder's length is fixed",
+            )
+    if plan.spec.draft_layers:
+        terms = terms_of(plan.draft_layers, plan.format)
+        yield Explained(
+            what="draft layers, bytes a token",
+            value=plan.draft_append_bytes_per_token,
+            formula=_sum(term.append for term in terms if term.append) or "no draft layer grows with the tokens",
+            source="multi-token prediction, counted in no other number",
         )
 
 
@@ -112,20 +153,5 @@ def _capacity(plan: Plan, budget: Budget) -> Iterator[Explained]:
     )
 
 
-def _layers(row: LayerRow, fmt: CacheFormat) -> str:
-    key, value = fmt.key_codec.vector_bytes(row.key_dim), fmt.value_codec.vector_bytes(row.value_dim)
-    return f"{row.count} layers x {row.kv_heads} heads x ({key} + {value} B)"
-
-
-def _held(tokens: int, window: int | None) -> str:
-    return f"{tokens:,}" if window is None else f"min({tokens:,}, {window:,})"
-
-
-def _vector(codec: str, width: int) -> str:
-    known = CODECS[codec]
-    data = f"{width} x {known.bits} bit"
-    return f"{data} + {width // known.group} x {known.scale_bytes} B scale" if known.scale_bytes else data
-
-
-def _sum(parts: Iterator[str] | list[str]) -> str:
+def _sum(parts: Iterable[str]) -> str:
     return " + ".join(parts)

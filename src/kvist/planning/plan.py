@@ -1,23 +1,52 @@
 """The plan: what one sequence of a model costs and, where a memory is given, how many fit."""
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from kvist.spec.formats import CacheFormat
+from kvist.spec.layers import Indexer, Layer, Parallel, Rate
 from kvist.spec.model import ModelSpec
+
+# Left out of a row where a layer has none of it.
+_OPTIONAL = ("chunk", "indexer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRow:
-    """Equal layers, counted."""
+    """Equal layers, counted.
 
-    kind: str
+    Attributes:
+        layer: what each of them is.
+        count: of them.
+    """
+
+    layer: Layer
     count: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    window: int | None
+
+    @property
+    def kind(self) -> str:
+        """Of the layers, such as ``attention``."""
+        return self.layer.kind
+
+    def to_dict(self) -> dict[str, Any]:
+        """As under ``layers`` in the JSON of ``kvist plan``: kind, count, and the kind's own fields."""
+        return {"kind": self.kind, "count": self.count} | _fields(self.layer)
+
+
+def _fields(layer: Layer) -> dict[str, Any]:
+    if isinstance(layer, Parallel):
+        return {"parts": [{"kind": part.kind} | _fields(part) for part in layer.parts]}
+    found: dict[str, Any] = {}
+    for entry in fields(layer):
+        value = getattr(layer, entry.name)
+        if value is None and entry.name in _OPTIONAL:
+            continue
+        if isinstance(value, Indexer):
+            value = {"heads": value.heads, "dim": value.dim, "pool": value.pool}
+        found[entry.name] = value
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,11 +164,7 @@ class Plan:
     Attributes:
         spec: the model.
         format: how keys and values are stored.
-        layers: equal layers, counted, in the order in which they first appear.
-        append_bytes_per_token: bytes of one more token while every layer grows.
-        retained_bytes_per_token: the same once every window is full.
-        state_bytes: bytes of a sequence whatever its length.
-        sequence_bytes: logical bytes of a sequence, by its tokens.
+        sequence_bytes: logical bytes of a sequence, by its tokens; state included, an encoder not.
         notes: what must be known beside the numbers, a sentence each.
         capacity: where a memory was given.
         engine: where an engine was named.
@@ -147,14 +172,55 @@ class Plan:
 
     spec: ModelSpec
     format: CacheFormat
-    layers: tuple[LayerRow, ...]
-    append_bytes_per_token: int
-    retained_bytes_per_token: int
-    state_bytes: int
     sequence_bytes: Mapping[int, int]
     notes: tuple[str, ...] = ()
     capacity: Budget | None = None
     engine: EngineAccount | None = None
+
+    @property
+    def layers(self) -> tuple[LayerRow, ...]:
+        """Equal layers, counted, in the order in which they first appear."""
+        return _rows(self.spec.layers)
+
+    @property
+    def draft_layers(self) -> tuple[LayerRow, ...]:
+        """The same of the draft layers."""
+        return _rows(self.spec.draft_layers)
+
+    @property
+    def append_bytes_per_token(self) -> Rate:
+        """Bytes of one more token while every layer grows; amortised over compressed entries."""
+        return self.spec.append_bytes_per_token(self.format)
+
+    @property
+    def retained_bytes_per_token(self) -> Rate:
+        """The same once every window and chunk is full."""
+        return self.spec.retained_bytes_per_token(self.format)
+
+    @property
+    def indexer_bytes_per_token(self) -> Rate:
+        """The part of append that is indexer keys."""
+        return self.spec.indexer_bytes_per_token(self.format)
+
+    @property
+    def draft_append_bytes_per_token(self) -> Rate:
+        """Bytes of one more token in the draft layers, counted nowhere else."""
+        return self.spec.draft_append_bytes_per_token(self.format)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence whatever its length."""
+        return self.spec.state_bytes(self.format)
+
+    @property
+    def cross_bytes_per_encoder_token(self) -> int:
+        """Bytes of one token of the encoder, counted nowhere else."""
+        return self.spec.cross_bytes_per_encoder_token(self.format)
+
+    @property
+    def cross_bytes(self) -> int | None:
+        """Bytes that a sequence keeps of its encoder; None where there is none, or its length is not fixed."""
+        return self.spec.cross_bytes(self.format) if self.spec.cross_layers else None
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object of ``kvist plan --json``."""
@@ -166,28 +232,32 @@ class Plan:
             "assumed": [{"key": a.key, "value": a.value, "source": a.source} for a in spec.assumed],
             "notes": list(self.notes),
             "format": {"key": self.format.key, "value": self.format.value},
-            "layers": [
-                {
-                    "kind": row.kind,
-                    "count": row.count,
-                    "kv_heads": row.kv_heads,
-                    "key_dim": row.key_dim,
-                    "value_dim": row.value_dim,
-                    "window": row.window,
-                }
-                for row in self.layers
-            ],
+            "layers": [row.to_dict() for row in self.layers],
             "max_context": spec.max_context,
-            "append_bytes_per_token": self.append_bytes_per_token,
-            "retained_bytes_per_token": self.retained_bytes_per_token,
+            "append_bytes_per_token": _number(self.append_bytes_per_token),
+            "retained_bytes_per_token": _number(self.retained_bytes_per_token),
+            "indexer_bytes_per_token": _number(self.indexer_bytes_per_token),
+            "draft_append_bytes_per_token": _number(self.draft_append_bytes_per_token),
             "state_bytes": self.state_bytes,
+            "cross_bytes_per_encoder_token": self.cross_bytes_per_encoder_token,
             "sequence_bytes": {str(tokens): size for tokens, size in self.sequence_bytes.items()},
             "weights_bytes": spec.weights_bytes,
             "weights_by_type": dict(spec.weights_by_type),
             "parameters": spec.parameters,
         }
+        if self.cross_bytes is not None:
+            answer["cross_bytes"] = self.cross_bytes
         if self.capacity is not None:
             answer["capacity"] = self.capacity.to_dict()
         if self.engine is not None:
             answer["engine"] = self.engine.to_dict()
         return answer
+
+
+def _rows(layers: tuple[Layer, ...]) -> tuple[LayerRow, ...]:
+    return tuple(LayerRow(layer=layer, count=count) for layer, count in Counter(layers).items())
+
+
+def _number(rate: Rate) -> int | float:
+    """A rate in JSON: a whole number of bytes as one."""
+    return rate if isinstance(rate, int) else float(rate)

@@ -4,13 +4,12 @@ Costs of one sequence are logical and come from the layers; what fits into a mem
 :mod:`kvist.planning.capacity`, which is only loaded when it is asked for.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from kvist.errors import DoesNotFit, InputError
-from kvist.planning.plan import Budget, EngineAccount, EngineGroup, LayerRow, Plan
+from kvist.planning.plan import Budget, EngineAccount, EngineGroup, Plan
 from kvist.spec.formats import CacheFormat, require_format
 from kvist.spec.model import ModelSpec
 from kvist.units import MAX_TOKENS, format_size, parse_size, parse_tokens
@@ -72,10 +71,6 @@ def plan(
     result = Plan(
         spec=spec,
         format=fmt,
-        layers=_layer_rows(spec),
-        append_bytes_per_token=spec.append_bytes_per_token(fmt),
-        retained_bytes_per_token=spec.retained_bytes_per_token(fmt),
-        state_bytes=0,
         sequence_bytes={count: spec.sequence_bytes(count, fmt) for count in lengths},
         notes=_notes(spec, lengths),
     )
@@ -90,20 +85,6 @@ def plan(
         block_tokens=block_tokens,
         chunk=chunk,
         engine=engine,
-    )
-
-
-def _layer_rows(spec: ModelSpec) -> tuple[LayerRow, ...]:
-    return tuple(
-        LayerRow(
-            kind="attention",
-            count=count,
-            kv_heads=layer.kv_heads,
-            key_dim=layer.key_dim,
-            value_dim=layer.value_dim,
-            window=layer.window,
-        )
-        for layer, count in Counter(spec.layers).items()
     )
 
 

@@ -1,7 +1,8 @@
 """A plan as tables."""
 
 from kvist.planning.explain import explain
-from kvist.planning.plan import Budget, LayerRow, Plan
+from kvist.planning.plan import Budget, Plan
+from kvist.report.layer_lines import format_rate, layer_lines
 from kvist.report.tables import Column, print_entries, print_facts, print_table
 from kvist.units import format_size
 
@@ -15,12 +16,10 @@ def print_plan(plan: Plan, *, explained: bool = False) -> None:
         facts.append(("weights", f"{format_size(spec.weights_bytes)} ({by_type})"))
     if spec.parameters is not None:
         facts.append(("parameters", f"{spec.parameters:,}"))
-    facts += [("layers", _layer(row)) for row in plan.layers]
-    facts += [
-        ("format", f"keys {plan.format.key}, values {plan.format.value}"),
-        ("append", f"{format_size(plan.append_bytes_per_token)} a token while every layer grows"),
-        ("retained", f"{format_size(plan.retained_bytes_per_token)} a token once every window is full"),
-    ]
+    facts += [("layers", line) for line in layer_lines(plan.layers)]
+    facts += [("draft layers", line) for line in layer_lines(plan.draft_layers)]
+    facts.append(("format", f"keys {plan.format.key}, values {plan.format.value}"))
+    facts += _token_facts(plan)
     print_facts(facts)
     print_table(
         (
@@ -38,7 +37,7 @@ def print_plan(plan: Plan, *, explained: bool = False) -> None:
         _print_engine(plan)
     if explained:
         print_entries(
-            [(row.what, f"{row.value:,}", (f"= {row.formula}", f"from {row.source}")) for row in explain(plan)],
+            [(row.what, format_rate(row.value), (f"= {row.formula}", f"from {row.source}")) for row in explain(plan)],
             title="How each number comes about",
         )
     if spec.assumed:
@@ -49,10 +48,26 @@ def print_plan(plan: Plan, *, explained: bool = False) -> None:
         )
 
 
-def _layer(row: LayerRow) -> str:
-    seen = "all tokens" if row.window is None else f"the last {row.window:,} tokens"
-    heads = "1 KV head" if row.kv_heads == 1 else f"{row.kv_heads} KV heads"
-    return f"{row.count} x {row.kind}: {heads}, key {row.key_dim}, value {row.value_dim}, sees {seen}"
+def _token_facts(plan: Plan) -> list[tuple[str, str]]:
+    facts = [
+        ("append", f"{format_size(float(plan.append_bytes_per_token))} a token while every layer grows"),
+        ("retained", f"{format_size(float(plan.retained_bytes_per_token))} a token once every window is full"),
+    ]
+    if plan.indexer_bytes_per_token:
+        share = format_size(float(plan.indexer_bytes_per_token))
+        facts.append(("indexer", f"{share} of append; published tables leave it out"))
+    if plan.state_bytes:
+        facts.append(("state", f"{format_size(plan.state_bytes)} a sequence, whatever its length"))
+    if plan.cross_bytes_per_encoder_token:
+        line = f"{format_size(plan.cross_bytes_per_encoder_token)} a token of the encoder, not counted below"
+        if plan.cross_bytes is not None:
+            line += f"; {format_size(plan.cross_bytes)} in all"
+        facts.append(("cross", line))
+    if plan.draft_layers:
+        facts.append(
+            ("draft", f"{format_size(float(plan.draft_append_bytes_per_token))} a token more with draft layers")
+        )
+    return facts
 
 
 def _print_capacity(budget: Budget) -> None:
