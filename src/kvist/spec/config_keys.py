@@ -25,15 +25,25 @@ class ConfigKeys:
     """A configuration being read.
 
     ``config`` is a completed copy, with ``overrides`` in place of what is published; ``assumed`` lists the defaults
-    that were taken, ``asked`` the keys that were looked at.
+    that were taken, ``asked`` the keys that were looked at. ``part`` says that it is a part of a larger file: these
+    print what differs from the defaults of their class and nothing else, where a whole file prints all it has.
     """
 
-    def __init__(self, config: Mapping[str, Any], *, name: str, overrides: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        *,
+        name: str,
+        overrides: Mapping[str, Any] | None = None,
+        part: bool = False,
+    ) -> None:
         self.overrides = overrides or {}
         self.config: dict[str, Any] = {**config, **self.overrides}
         self.name = name
+        self.part = part
         self.assumed: list[Assumption] = []
         self.asked: set[str] = set()
+        self._printed_as: dict[str, str] = {}
 
     def __contains__(self, key: str) -> bool:
         self.asked.add(key)
@@ -57,6 +67,23 @@ class ConfigKeys:
         """List that ``value`` is taken for ``key``."""
         self.assumed.append(Assumption(key=key, value=value, source=source))
 
+    def rename(self, names: Mapping[str, tuple[str, ...]]) -> None:
+        """Bring a family's own names of keys to Hugging Face's: ``{"num_hidden_layers": ("n_layer",)}``.
+
+        Raises:
+            BadFile: two names of one key have different values.
+        """
+        for standard, own in names.items():
+            given = [name for name in (*own, standard) if self.get(name) is not None]
+            forced = [name for name in given if name in self.overrides]
+            taken = (forced or given or [standard])[0]
+            for name in [] if forced else given:
+                if self.config[name] != self.config[taken]:
+                    raise self.wrong(name, f"as {taken} says ({_short(self.config[taken])})")
+            self._printed_as[standard] = taken if given else own[0]
+            if given:
+                self.config[standard] = self.config[taken]
+
     def fill(self, key: str, value: Any) -> None:
         """Take a default that no cache byte depends on and that published files commonly leave out."""
         if self.get(key) is None:
@@ -75,6 +102,41 @@ class ConfigKeys:
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise self.wrong(key, f"a whole number from {least} to {most}")
         return value
+
+    def each(self, key: str, layers: int, *, least: int = 1) -> list[int]:
+        """Return a list of whole numbers of at least ``least``, one a layer.
+
+        Raises:
+            BadFile: of another length, or with other values.
+        """
+        values = self.listed(key, layers)
+        for index, value in enumerate(values):
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
+                raise self.wrong(f"{key}[{index}]", f"a whole number from {least} to {_MOST}", shown=_short(value))
+        return values
+
+    def listed(self, key: str, layers: int) -> list[Any]:
+        """Return a list with one entry a layer."""
+        values = self.get(key)
+        if values is None:
+            raise self.missing(key)
+        if not isinstance(values, list) or len(values) != layers:
+            found = len(values) if isinstance(values, list) else _short(values)
+            raise self.wrong(key, f"one entry for each of the {layers} layers", shown=f"of length {found}")
+        return values
+
+    def named(self, key: str, meanings: Mapping[Any, Any], *, default: Any) -> Any:
+        """Return what the value means, of the few that it may have.
+
+        Raises:
+            UnsupportedModel: it has another.
+        """
+        value = self.get(key)
+        if value is None:
+            value = default
+        if not isinstance(value, (str, int)) or value not in meanings:
+            raise self.unread(key, f"supported are {', '.join(map(str, meanings))}")
+        return meanings[value]
 
     def number(self, key: str, *, default: float, source: str) -> float:
         """Return a positive finite number."""
@@ -132,23 +194,36 @@ class ConfigKeys:
             raise self.wrong(key, "a string")
         return value
 
-    def nested(self, key: str, *, model_type: str) -> "ConfigKeys":
+    def nested(self, key: str, *, model_type: str, only: bool = True) -> "ConfigKeys":
         """Return the part of a multimodal configuration that describes its text model.
 
         What only the outer level says (special tokens, tied embeddings, the stored type) goes along.
+
+        Args:
+            key: of the part.
+            model_type: of the part, where it does not say.
+            only: whether no other is read there.
         """
-        part = self.config.get(key)
+        part = self.get(key)
         if not isinstance(part, dict):
             raise self.missing(key) if part is None else self.wrong(key, "an object")
-        found = part.get("model_type", model_type)
-        if found != model_type:
+        found = part.get("model_type") or model_type
+        if only and found != model_type:
             raise UnsupportedModel(
                 f"{self.name}: {key}.model_type is {found!r}; {model_type} was expected", key=f"{key}.model_type"
             )
         outer = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "torch_dtype", "dtype")
-        carried = {name: self.config[name] for name in (*outer, "quantization_config") if name in self.config}
+        beside = ("quantization_config", "vision_config", "audio_config")  # what weights come beside the text model's
+        carried = {name: self.config[name] for name in (*outer, *beside) if name in self.config}
+        return self._inside(carried | part | {"model_type": found}, name=f"{self.name}: {key}", part=True)
+
+    def flat(self, *, model_type: str) -> "ConfigKeys":
+        """Return the same keys as those of the text model, for files that print it at the outer level."""
+        return self._inside({**self.config, "model_type": model_type}, name=self.name, part=False)
+
+    def _inside(self, config: Mapping[str, Any], *, name: str, part: bool) -> "ConfigKeys":
         overrides = {name: value for name, value in self.overrides.items() if name != "model_type"}
-        inner = ConfigKeys(carried | part | {"model_type": model_type}, name=f"{self.name}: {key}", overrides=overrides)
+        inner = ConfigKeys(config, name=name, overrides=overrides, part=part)
         inner.assumed, inner.asked = self.assumed, self.asked
         return inner
 
@@ -198,11 +273,17 @@ class ConfigKeys:
 
     def missing(self, key: str) -> BadFile:
         """Return the error for a key that must be there."""
-        return BadFile(f"{self.name}: {key} is missing; a {self.family} configuration names it", key=key)
+        shown = self._printed_as.get(key, key)
+        return BadFile(f"{self.name}: {shown} is missing; a {self.family} configuration names it", key=shown)
+
+    def unread(self, key: str, remedy: str) -> UnsupportedModel:
+        """Return the error for a value that cannot be read exactly."""
+        return UnsupportedModel(f"{self.name}: {key} is {_short(self.config.get(key))}; {remedy}", key=key)
 
     def wrong(self, key: str, expected: str, *, shown: str | None = None) -> BadFile:
         """Return the error for a value that cannot be."""
         value = shown if shown is not None else _short(self.config.get(key))
+        key = self._printed_as.get(key, key)
         return BadFile(f"{self.name}: {key} is {value}; it must be {expected}", key=key)
 
 

@@ -11,6 +11,7 @@ from kvist.spec.families.reading import (
     SLIDING,
     Reading,
     Shape,
+    Size,
     class_default,
     complete_network,
     heads_and_widths,
@@ -18,6 +19,7 @@ from kvist.spec.families.reading import (
     only_full,
     reading_of,
 )
+from kvist.spec.families.windows import full_every, switched
 
 
 def _llama(keys: ConfigKeys) -> Reading:
@@ -25,7 +27,7 @@ def _llama(keys: ConfigKeys) -> Reading:
 
     Source: LlamaConfig and LlamaAttention of transformers.
     """
-    shape = heads_and_widths(keys, head_dim=None, kv_heads=None)
+    shape = heads_and_widths(keys, head_dim=None, kv_heads=None, size=Size(layers=32, heads=32, hidden=4096))
     if keys.get("sliding_window") is not None:
         keys.note("sliding_window", None, "printed, but attention of the llama family has no window")
     only_full(keys, shape.layers)
@@ -39,16 +41,19 @@ def _mistral(keys: ConfigKeys) -> Reading:
     """Mistral: one window for all layers, or none.
 
     Every published file prints ``sliding_window``, a number or null. Copies that drop their nulls mean none where
-    MistralConfig of transformers would take 4,096, so a file without the key cannot be read exactly.
+    MistralConfig of transformers would take 4,096, so a file without the key cannot be read exactly. A part of a
+    larger file prints what differs from the class, and so means 4,096.
     """
-    shape = heads_and_widths(keys, head_dim=None, kv_heads=8)
-    if "sliding_window" not in keys:
+    shape = heads_and_widths(keys, head_dim=None, kv_heads=8, size=Size(layers=32, heads=32, hidden=4096))
+    if "sliding_window" not in keys and not keys.part:
         raise UnsupportedModel(
             f"{keys.name}: sliding_window is missing; a mistral configuration says null or a width: "
             f"write it, or --assume sliding_window=null",
             key="sliding_window",
         )
-    window = None if keys.get("sliding_window") is None else keys.count("sliding_window")
+    window = None
+    if keys.get("sliding_window") is not None or "sliding_window" not in keys:
+        window = keys.count("sliding_window", default=4096, source=class_default(keys))
     kinds = [SLIDING if window else FULL] * shape.layers
     if keys.get("layer_types") is not None and layer_types(keys, shape.layers) != kinds:
         raise UnsupportedModel(
@@ -58,12 +63,15 @@ def _mistral(keys: ConfigKeys) -> Reading:
     return reading_of(keys, shape, kinds, window)
 
 
+_QWEN = Size(layers=32, heads=32, hidden=4096)
+
+
 def _qwen2(keys: ConfigKeys) -> Reading:
     """Qwen 1.5 to 2.5.
 
     Source: Qwen2Config of transformers.
     """
-    shape = heads_and_widths(keys, head_dim=None, kv_heads=32)
+    shape = heads_and_widths(keys, head_dim=None, kv_heads=32, size=_QWEN)
     keys.set("attention_bias", True)
     return _qwen(keys, shape)
 
@@ -73,7 +81,7 @@ def _qwen3(keys: ConfigKeys) -> Reading:
 
     Source: Qwen3Config of transformers.
     """
-    shape = heads_and_widths(keys, head_dim=128, kv_heads=32)
+    shape = heads_and_widths(keys, head_dim=128, kv_heads=32, size=_QWEN)
     keys.flag("attention_bias", default=False)
     return _qwen(keys, shape)
 
@@ -92,8 +100,7 @@ def _qwen(keys: ConfigKeys, shape: Shape) -> Reading:
     elif window is None:
         kinds = [FULL] * shape.layers
     else:
-        first = keys.count("max_window_layers", default=28, least=0, source=class_default(keys))
-        kinds = [SLIDING if index >= first else FULL for index in range(shape.layers)]
+        kinds = switched(keys, shape.layers)
     complete_network(keys, context=32768, theta=10000.0, bias=None)
     return reading_of(keys, shape, kinds, window)
 
@@ -118,13 +125,12 @@ def _gemma3_text(keys: ConfigKeys) -> Reading:
             key="use_bidirectional_attention",
         )
     default = class_default(keys)
-    shape = heads_and_widths(keys, head_dim=256, kv_heads=4, heads=8)
+    shape = heads_and_widths(keys, head_dim=256, kv_heads=4, heads=8, size=Size(layers=26, hidden=2304))
     window = keys.count("sliding_window", default=4096, source=default)
     if keys.get("layer_types") is not None:
         kinds = layer_types(keys, shape.layers)
     else:
-        period = keys.count("sliding_window_pattern", default=6, source=default)
-        kinds = [FULL if (index + 1) % period == 0 else SLIDING for index in range(shape.layers)]
+        kinds = full_every(6, key="sliding_window_pattern")(keys, shape.layers)
     keys.fill("query_pre_attn_scalar", 256)
     keys.fill("hidden_activation", "gelu_pytorch_tanh")
     keys.optional_text("hidden_activation")
