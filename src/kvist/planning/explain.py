@@ -93,8 +93,8 @@ def _apart(plan: Plan) -> Iterator[Explained]:
             yield Explained(
                 what="cross, bytes a sequence",
                 value=plan.cross_bytes,
-                formula=_sum(f"{term.encoder_tokens:,} x {term.unit}" for term in terms),
-                source="the encoder's length is fixed",
+                formula=_sum(f"{term.encoder_tokens or plan.encoder_tokens:,} x {term.unit}" for term in terms),
+                source="tokens of the encoder's output, by the model or as given",
             )
     if plan.spec.draft_layers:
         terms = terms_of(plan.draft_layers, plan.format)

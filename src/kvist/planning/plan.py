@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvist.spec.formats import CacheFormat
-from kvist.spec.layers import Indexer, Layer, Parallel, Rate
+from kvist.spec.layers import Compressed, Indexer, Latent, Layer, Parallel, Rate, State
 from kvist.spec.model import ModelSpec
 
 # Left out of a row where a layer has none of it.
@@ -168,6 +168,7 @@ class Plan:
         notes: what must be known beside the numbers, a sentence each.
         capacity: where a memory was given.
         engine: where an engine was named.
+        encoder_tokens: length of the encoder's output where it was given.
     """
 
     spec: ModelSpec
@@ -176,6 +177,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     capacity: Budget | None = None
     engine: EngineAccount | None = None
+    encoder_tokens: int | None = None
 
     @property
     def layers(self) -> tuple[LayerRow, ...]:
@@ -219,8 +221,10 @@ class Plan:
 
     @property
     def cross_bytes(self) -> int | None:
-        """Bytes that a sequence keeps of its encoder; None where there is none, or its length is not fixed."""
-        return self.spec.cross_bytes(self.format) if self.spec.cross_layers else None
+        """Bytes that a sequence keeps of its encoder; None where there is none, or its length is not known."""
+        if not self.spec.cross_layers:
+            return None
+        return self.spec.cross_bytes(self.format, encoder_tokens=self.encoder_tokens)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object of ``kvist plan --json``."""
@@ -252,6 +256,17 @@ class Plan:
         if self.engine is not None:
             answer["engine"] = self.engine.to_dict()
         return answer
+
+
+def format_notes(spec: ModelSpec, fmt: CacheFormat) -> tuple[str, ...]:
+    """Where a format does not mean for a model's layers what it seems to, a sentence each."""
+    kinds = {type(piece) for layer in spec.layers for piece in layer.stored}
+    notes = []
+    if fmt.key != fmt.value and kinds & {Latent, Compressed}:
+        notes.append(f"a latent is key and value in one and is stored in the key codec, {fmt.key}")
+    if fmt != CacheFormat() and State in kinds:
+        notes.append("states keep types of their own; the format is that of keys and values")
+    return tuple(notes)
 
 
 def _rows(layers: tuple[Layer, ...]) -> tuple[LayerRow, ...]:

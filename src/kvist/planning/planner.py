@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvist.errors import DoesNotFit, InputError
-from kvist.planning.plan import Budget, EngineAccount, EngineGroup, Plan
+from kvist.planning.plan import Budget, EngineAccount, EngineGroup, Plan, format_notes
 from kvist.spec.formats import CacheFormat, require_format
 from kvist.spec.model import ModelSpec
 from kvist.units import MAX_TOKENS, format_size, parse_size, parse_tokens
@@ -34,6 +34,7 @@ def plan(
     block_tokens: int | None = None,
     chunk: int | None = None,
     engine: str | None = None,
+    encoder_tokens: int | str | None = None,
 ) -> Plan:
     """Say what one sequence of a model costs and how many fit.
 
@@ -49,6 +50,7 @@ def plan(
         block_tokens: tokens of a block; the engine's default where left out.
         chunk: most prompt tokens that a step computes; the engine's default where left out.
         engine: whose accounting to show; ``kvist``.
+        encoder_tokens: length of the encoder's output, where a model attends to one and does not fix it.
 
     Raises:
         InputError: a value is out of range or two contradict each other.
@@ -68,11 +70,13 @@ def plan(
     if users is not None:
         _whole("users", users, most=_MAX_USERS)
     lengths = _lengths(spec, tokens)
+    encoder = None if encoder_tokens is None else _encoder(spec, encoder_tokens)
     result = Plan(
         spec=spec,
         format=fmt,
         sequence_bytes={count: spec.sequence_bytes(count, fmt) for count in lengths},
-        notes=_notes(spec, lengths),
+        notes=(*_notes(spec, lengths), *format_notes(spec, fmt)),
+        encoder_tokens=encoder,
     )
     if memory is None and cache_memory is None:
         return result
@@ -96,6 +100,14 @@ def _lengths(spec: ModelSpec, tokens: Iterable[int | str] | int | str | None) ->
     if lengths and lengths[0] < 1:
         raise InputError(f"tokens: {lengths[0]}; a sequence has at least 1", key="tokens")
     return lengths
+
+
+def _encoder(spec: ModelSpec, encoder_tokens: int | str) -> int:
+    count = parse_tokens(encoder_tokens, key="encoder_tokens")
+    if not any(layer.encoder_tokens is None for layer in spec.cross_layers):
+        known = "attends to no encoder" if not spec.cross_layers else "fixes the length of its encoder"
+        raise InputError(f"encoder_tokens: {count}; {spec.name} {known}: leave it out", key="encoder_tokens")
+    return count
 
 
 def _notes(spec: ModelSpec, lengths: list[int]) -> tuple[str, ...]:
@@ -160,7 +172,7 @@ def _with_capacity(
         capacity: Capacity = capacity_of(
             spec,
             fmt,
-            groups_of(spec, fmt, block),
+            groups_of(spec, fmt, block, encoder_tokens=result.encoder_tokens),
             cache_bytes=cache_memory,
             context=context,
             chunk=DEFAULT_CHUNK if chunk is None else _whole("chunk", chunk, most=MAX_TOKENS),
