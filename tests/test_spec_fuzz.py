@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvist.errors import KvistError
 from kvist.planning.planner import plan
 from kvist.spec.gguf import read_gguf
-from kvist.spec.gguf_config import config_of
+from kvist.spec.gguf.config import config_of
 from kvist.spec.known import KNOWN
 from kvist.spec.read import read_description
 from kvist.spec.safetensors import read_header

@@ -147,7 +147,7 @@ def test_a_file_with_the_metadata_of_a_known_model_but_other_layers_keeps_its_ow
         (b"\xff\xfe\xff", "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
         (b'{"a": ' + b"9" * 5000 + b"}", "is not JSON"),
-        (b" " * (2**24 + 1), "larger than 16 MiB"),
+        (b" " * (2**22 + 1), "larger than 4 MiB"),
         (b'{"num_hidden_layers": 2}', "model_type is missing"),
         (b'{"model_type": "llama", "num_hidden_layers": NaN}', "num_hidden_layers is nan"),
     ],

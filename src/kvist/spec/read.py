@@ -1,6 +1,7 @@
-"""From what a user names to a :class:`ModelSpec`: a file, a directory or a known name.
+"""From what a user names to a :class:`ModelSpec`: a file, a directory, a known name or a hub id.
 
-In this order: a path to a ``config.json``, a model directory, a ``.gguf`` file, a known name.
+In this order: a path to a ``config.json``, a model directory, a ``.gguf`` file, a known name, ``organisation/name``
+on a hub.
 """
 
 import errno
@@ -11,17 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from kvist.errors import BadFile, UnknownModel
-from kvist.spec.families import Reading, read_config
+from kvist.spec.described import checked, describe_config, described
+from kvist.spec.families import read_config
 from kvist.spec.files import not_regular
-from kvist.spec.known import KNOWN, KnownModel, known_model
-from kvist.spec.model import Assumption, ModelSpec
+from kvist.spec.known import KnownModel, known_model
+from kvist.spec.model import ModelSpec
+
+_CONFIG = "config.json"
 
 
 def read_model(model: str | Path, *, assume: Mapping[str, Any] | None = None) -> ModelSpec:
     """Read a model.
 
     Args:
-        model: a path or a known name.
+        model: a path, a known name or a hub id.
         assume: values that replace or complete the published keys, by Hugging Face's names; the answer is then
             no longer exact, and lists them.
 
@@ -44,9 +48,9 @@ def read_model(model: str | Path, *, assume: Mapping[str, Any] | None = None) ->
     if mode is None:
         if _looks_like_path(text):
             raise UnknownModel(f"{text}: no such file or directory", key="model")
-        return _known(known_model(text), assume)
+        return _named(text, assume)
     if stat.S_ISDIR(mode):
-        return _directory(path, assume)
+        return read_directory(path, assume)
     if not stat.S_ISREG(mode):
         raise not_regular(text, mode)
     return _gguf(path, assume) if path.suffix == ".gguf" else _config_file(path, assume)
@@ -84,123 +88,79 @@ def read_description(config: Mapping[str, Any], *, name: str, source: str = "con
     Raises:
         UnsupportedModel, BadFile: as :func:`read_model`.
     """
-    return _spec(read_config(config, name=name), name=name, source=source)
+    return described(read_config(config, name=name), name=name, source=source)
+
+
+def read_directory(path: Path, assume: Mapping[str, Any], *, whole: bool = True) -> ModelSpec:
+    """Read a directory with a ``config.json`` or a GGUF file; ``whole``: an index may name no file that is absent."""
+    from kvist.spec.gguf.files import whole_models
+    from kvist.spec.json_file import read_object
+    from kvist.spec.safetensors import read_weights
+
+    try:
+        names = {entry.name for entry in path.iterdir() if entry.is_file()}
+    except OSError as error:
+        raise BadFile(f"{path}: cannot be read: {error.strerror or error}", key="model") from error
+    if _CONFIG not in names:
+        ggufs = whole_models(names)
+        if len(ggufs) == 1:
+            return _gguf(path / ggufs[0], assume)
+        several = f"several .gguf files ({', '.join(ggufs[:4])}): name one" if ggufs else ""
+        raise BadFile(f"{path}: {several or 'holds neither config.json nor a .gguf file'}", key="model")
+    return describe_config(
+        read_object(path / _CONFIG),
+        name=_directory_name(path),
+        file=str(path / _CONFIG),
+        source=str(path / _CONFIG),
+        assume=assume,
+        weights=read_weights(path, whole=whole),
+        path=path,
+    )
+
+
+def _directory_name(path: Path) -> str:
+    """The name of a directory; of one in the hub's cache, that of the model instead of a commit."""
+    path = path.resolve()
+    if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+        return path.parent.parent.name.rpartition("--")[2] or "model"
+    return path.name or "model"
 
 
 def _config_file(path: Path, assume: Mapping[str, Any]) -> ModelSpec:
     from kvist.spec.json_file import read_object
 
-    name = path.resolve().parent.name if path.name == "config.json" else path.stem
-    found = read_object(path)
-    reading = _read(found, assume, name=str(path))
-    return _spec(reading, name=name or "model", source=str(path), overridden=bool(assume))
-
-
-def _directory(path: Path, assume: Mapping[str, Any]) -> ModelSpec:
-    from kvist.spec.agreement import hold_safetensors
-    from kvist.spec.json_file import read_object
-    from kvist.spec.safetensors import read_weights
-
-    config_path = path / "config.json"
-    if not config_path.is_file():
-        ggufs = sorted(gguf for gguf in path.glob("*.gguf") if gguf.is_file())
-        if len(ggufs) == 1:
-            return _gguf(ggufs[0], assume)
-        several = f"several .gguf files ({', '.join(gguf.name for gguf in ggufs[:4])}): name one" if ggufs else ""
-        raise BadFile(f"{path}: {several or 'holds neither config.json nor a .gguf file'}", key="model")
-    config = read_object(config_path)
-    reading = _read(config, assume, name=str(config_path))
-    weights = read_weights(path)
-    if weights is not None and not assume:
-        hold_safetensors(reading.config, weights, file=str(config_path))
-    # Packed codes are stored in wider integers, so that stored elements are not parameters.
-    packed = config.get("quantization_config") is not None
-    return _spec(
-        reading,
-        name=path.resolve().name or "model",
-        source=str(config_path),
-        parameters=None if weights is None or packed else weights.parameters,
-        weights_by_type={} if weights is None else weights.weights_by_type,
-        path=path,
-        overridden=bool(assume),
-    )
+    name = _directory_name(path.parent) if path.name == _CONFIG else path.stem
+    return describe_config(read_object(path), name=name or "model", file=str(path), source=str(path), assume=assume)
 
 
 def _gguf(path: Path, assume: Mapping[str, Any]) -> ModelSpec:
-    from kvist.spec.gguf import read_gguf
-    from kvist.spec.gguf_config import config_of
+    from kvist.spec.described import describe_gguf
+    from kvist.spec.gguf.files import read_all_parts
 
-    header = read_gguf(path)
-    named = config_of(header)
-    reading = _read(named.config, assume, name=str(path), assumed=named.assumed)
-    return _spec(
-        reading,
-        name=_known_as(header.metadata.get("general.name"), reading) or path.stem,
-        source=str(path),
-        parameters=header.parameters,
-        weights_by_type=header.weights_by_type,
-        path=path,
-        overridden=bool(assume),
-    )
+    return describe_gguf(read_all_parts(path), name=path.stem, source=str(path), assume=assume, path=path)
+
+
+def _named(text: str, assume: Mapping[str, Any]) -> ModelSpec:
+    try:
+        return _known(known_model(text), assume)
+    except UnknownModel as unknown:
+        from kvist.spec.hub import hub_name, read_hub
+
+        name = hub_name(text)
+        if name is None:
+            raise
+        return read_hub(name, assume, unknown=unknown)
 
 
 def _known(known: KnownModel, assume: Mapping[str, Any]) -> ModelSpec:
-    return _spec(
-        _read(known.config, assume, name=known.name, assumed=known.assumed),
+    return described(
+        checked(known.config, assume, file=known.name, assumed=known.assumed),
         name=known.name,
         source=known.source,
         parameters=known.parameters,
         weights_by_type=known.weights_by_type,
-        overridden=bool(assume),
+        exact=not assume,
     )
-
-
-def _read(
-    config: Mapping[str, Any], assume: Mapping[str, Any], *, name: str, assumed: tuple[Assumption, ...] = ()
-) -> Reading:
-    given = tuple(Assumption(key=key, value=value, source="--assume") for key, value in assume.items())
-    reading = read_config(config, name=name, overrides=assume)
-    filled_before = tuple(entry for entry in assumed if entry.key not in assume)
-    return Reading(
-        layers=reading.layers,
-        max_context=reading.max_context,
-        config=reading.config,
-        assumed=given + filled_before + reading.assumed,
-    )
-
-
-def _spec(
-    reading: Reading,
-    *,
-    name: str,
-    source: str,
-    parameters: int | None = None,
-    weights_by_type: Mapping[str, int] | None = None,
-    path: Path | None = None,
-    overridden: bool = False,
-) -> ModelSpec:
-    by_type = weights_by_type or {}
-    return ModelSpec(
-        name=name,
-        source=source,
-        layers=reading.layers,
-        max_context=reading.max_context,
-        parameters=parameters,
-        weights_bytes=sum(by_type.values()) if by_type else None,
-        weights_by_type=by_type,
-        config=reading.config,
-        assumed=reading.assumed,
-        path=path,
-        exact=not overridden,
-    )
-
-
-def _known_as(gguf_name: object, reading: Reading) -> str | None:
-    """The known name of a file, whatever it is called on disk: same ``general.name`` and same layers."""
-    for known in KNOWN.values():
-        if known.gguf_name == gguf_name and read_config(known.config, name=known.name).layers == reading.layers:
-            return known.name
-    return None
 
 
 def _looks_like_path(text: str) -> bool:

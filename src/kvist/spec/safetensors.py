@@ -6,8 +6,8 @@ directory holds one file, or shards that an index names.
 Source: the format section of the safetensors README.
 """
 
-import json
 import os
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from typing import Any
 
 from kvist.errors import BadFile
 from kvist.spec.files import open_regular
+from kvist.spec.json_file import MAX_INDEX, parse_object, read_object, shown
 
 # bits of one element
 DTYPE_BITS = {
@@ -26,9 +27,11 @@ DTYPE_BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
 
-_MAX_HEADER = 2**24
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+MAX_HEADER = 2**24
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_PART = re.compile(r"(?P<stem>.+)-[0-9]{5}-of-(?P<parts>[0-9]{5})\.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +55,6 @@ class SafetensorsWeights:
     tensors: Mapping[str, SafeTensor]
 
     @property
-    def parameters(self) -> int:
-        """Number of stored elements."""
-        return sum(tensor.elements for tensor in self.tensors.values())
-
-    @property
     def weights_by_type(self) -> dict[str, int]:
         """Stored bytes by type, largest first."""
         totals: dict[str, int] = {}
@@ -65,27 +63,84 @@ class SafetensorsWeights:
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
 
-def read_weights(directory: Path) -> SafetensorsWeights | None:
+def read_weights(directory: Path, *, whole: bool = True) -> SafetensorsWeights | None:
     """Read the headers of a model directory; None where it holds no safetensors.
 
+    Args:
+        directory: of the model.
+        whole: every file that an index names must be there; without, None where one is not.
+
     Raises:
-        BadFile: a file is torn or foreign, or a shard that the index names is not there.
+        BadFile: a file is torn or foreign, a shard is not there, or two files hold the same tensor.
     """
-    index = directory / _INDEX
-    if index.is_file():
-        return SafetensorsWeights(tensors=_shards(directory, index))
-    if (directory / _SINGLE).is_file():
-        return SafetensorsWeights(tensors=read_file(directory / _SINGLE))
-    # Mistral ships its own layout of the same weights beside the common one.
-    files = [path for path in sorted(directory.glob("*.safetensors")) if _is_shard(path)]
+    names = {path.name for path in directory.glob("*.safetensors*") if path.is_file()}
+    if INDEX in names:
+        index = directory / INDEX
+        placed = placement(read_object(index, most=MAX_INDEX), name=str(index))
+        absent = next((shard for shard in sorted(set(placed.values())) if shard not in names), None)
+        if absent is not None and not whole:
+            return None
+        if absent is not None:
+            raise BadFile(f"{index}: names {absent}, which is not in {directory}; fetch it", key="weight_map")
+        shards = {shard: read_file(directory / shard) for shard in sorted(set(placed.values()))}
+        return SafetensorsWeights(tensors=joined(placed, shards, name=str(index)))
+    files = weight_files(names, name=str(directory))
     tensors: dict[str, SafeTensor] = {}
-    for path in files:
-        tensors |= read_file(path)
+    for file in files:
+        found = read_file(directory / file)
+        twice = next((tensor for tensor in found if tensor in tensors), None)
+        if twice is not None:
+            raise BadFile(
+                f"{directory}: {file} and another .safetensors file both hold {shown(twice, 80)}; keep one of them"
+            )
+        tensors |= found
     return SafetensorsWeights(tensors=tensors) if files else None
 
 
-def _is_shard(path: Path) -> bool:
-    return path.is_file() and not path.name.startswith("consolidated")
+def weight_files(names: set[str], *, name: str) -> list[str]:
+    """Of the files of a directory without an index, those that hold the model.
+
+    Raises:
+        BadFile: a part of several is not there.
+    """
+    if SINGLE in names:
+        return [SINGLE]
+    # Mistral ships its own layout of the same weights beside the common one; adapters are no part of the model.
+    files = sorted(
+        file for file in names if file.endswith(".safetensors") and not file.startswith(("consolidated", "adapter_"))
+    )
+    for match in filter(None, map(_PART.fullmatch, files)):
+        found = sum(file.startswith(f"{match['stem']}-") and f"-of-{match['parts']}." in file for file in files)
+        if found != int(match["parts"]):
+            raise BadFile(f"{name}: holds {found} of the {int(match['parts'])} parts of {match[0]}; fetch the others")
+    return files
+
+
+def placement(index: Mapping[str, Any], *, name: str) -> dict[str, str]:
+    """Return an index's ``weight_map``: the file of each tensor.
+
+    Raises:
+        BadFile: there is none, or it names something else than plain files.
+    """
+    placed = index.get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(shard, str) for shard in placed.values()):
+        raise BadFile(f"{name}: weight_map is missing; it must map each tensor to its file", key="weight_map")
+    for shard in sorted(set(placed.values())):
+        if not shard or "\0" in shard or shard in (".", "..") or "\\" in shard or Path(shard).name != shard:
+            raise BadFile(f"{name}: {shown(shard, 80)} is not a plain file name", key="weight_map")
+    return placed
+
+
+def joined(placed: Mapping[str, str], shards: Mapping[str, Mapping[str, SafeTensor]], *, name: str) -> dict[str, Any]:
+    """Return the tensors of all shards, each of which must hold what the index places in it.
+
+    Raises:
+        BadFile: a tensor is not where the index says.
+    """
+    absent = next((tensor for tensor, shard in placed.items() if tensor not in shards[shard]), None)
+    if absent is not None:
+        raise BadFile(f"{name}: tensor {shown(absent, 80)} is not in {placed[absent]}", key="weight_map")
+    return {name: tensor for shard in shards.values() for name, tensor in shard.items()}
 
 
 def read_file(path: Path) -> dict[str, SafeTensor]:
@@ -98,8 +153,7 @@ def read_file(path: Path) -> dict[str, SafeTensor]:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            _check_length(length, size, str(path))
+            length = header_length(prefix, size, name=str(path))
             return read_header(prefix + file.read(length), name=str(path), size=size)
     except OSError as error:
         raise BadFile(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -116,14 +170,8 @@ def read_header(data: bytes, *, name: str, size: int | None = None) -> dict[str,
     Raises:
         BadFile: torn, or not a safetensors header.
     """
-    length = struct.unpack("<Q", data[:8])[0] if len(data) >= 8 else 0
-    _check_length(length, len(data), name)
-    try:
-        header = json.loads(data[8 : 8 + length])
-    except (ValueError, RecursionError) as error:
-        raise BadFile(f"{name}: its header is not JSON; a .safetensors file was expected") from error
-    if not isinstance(header, dict):
-        raise BadFile(f"{name}: its header is not a JSON object; a .safetensors file was expected")
+    length = header_length(data, len(data), name=name)
+    header = parse_object(data[8 : 8 + length], name=f"{name}: its header", most=MAX_HEADER)
     tensors: dict[str, SafeTensor] = {}
     last = 0
     for key, entry in header.items():
@@ -131,17 +179,27 @@ def read_header(data: bytes, *, name: str, size: int | None = None) -> dict[str,
             continue
         tensors[key], end = _tensor(name, key, entry)
         last = max(last, end)
+    stored = sum(tensor.bytes for tensor in tensors.values())
+    if stored != last:
+        raise BadFile(f"{name}: its tensors take {stored} bytes but end at {last}: they overlap, or leave holes")
     if size is not None and 8 + length + last != size:
         raise BadFile(f"{name}: its tensors end at byte {8 + length + last}, the file at {size}; fetch it again")
     return tensors
 
 
-def _check_length(length: int, available: int, name: str) -> None:
-    if not 2 <= length <= min(_MAX_HEADER, available - 8):
+def header_length(prefix: bytes, available: int, *, name: str) -> int:
+    """Return the length that the first 8 bytes of a file give, held against the ``available`` bytes of the file.
+
+    Raises:
+        BadFile: it cannot be.
+    """
+    length: int = struct.unpack("<Q", prefix[:8])[0] if len(prefix) >= 8 else 0
+    if not 2 <= length <= min(MAX_HEADER, available - 8):
         raise BadFile(
-            f"{name}: {available} bytes cannot hold a header of {length} (2 to {_MAX_HEADER}); "
+            f"{name}: {available} bytes cannot hold a header of {length} (2 to {MAX_HEADER}); "
             f"torn, or not a .safetensors file: fetch it again"
         )
+    return length
 
 
 def _tensor(name: str, key: str, entry: Any) -> tuple[SafeTensor, int]:
@@ -149,34 +207,15 @@ def _tensor(name: str, key: str, entry: Any) -> tuple[SafeTensor, int]:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]}:
             pass
         case _:
-            raise BadFile(f"{name}: tensor {key!r} lacks dtype, shape or data_offsets")
+            raise BadFile(f"{name}: tensor {shown(key, 80)} lacks dtype, shape or data_offsets")
     if dtype not in DTYPE_BITS:
-        raise BadFile(f"{name}: tensor {key!r} is of type {dtype!r}; known are {', '.join(DTYPE_BITS)}")
+        raise BadFile(f"{name}: tensor {shown(key, 80)} is of type {shown(dtype)}; known are {', '.join(DTYPE_BITS)}")
     if not all(type(side) is int and 0 <= side < 2**60 for side in shape) or len(shape) > 32:
-        raise BadFile(f"{name}: tensor {key!r} has shape {str(shape)[:60]}; whole numbers were expected")
+        raise BadFile(f"{name}: tensor {shown(key, 80)} has shape {shown(shape, 60)}; whole numbers were expected")
     bits = prod(shape) * DTYPE_BITS[dtype]
     if bits % 8 or not 0 <= start <= end or (end - start) * 8 != bits:
         raise BadFile(
-            f"{name}: tensor {key!r} of {str(shape)[:60]} {dtype} takes {bits / 8 if bits < 2**63 else 'too many'} "
-            f"bytes, its data_offsets say {str(end - start)[:24]}"
+            f"{name}: tensor {shown(key, 80)} of {shown(shape, 60)} {dtype} takes "
+            f"{bits / 8 if bits < 2**63 else 'too many'} bytes, its data_offsets say {str(end - start)[:24]}"
         )
     return SafeTensor(dtype=dtype, shape=tuple(shape), bytes=bits // 8), end
-
-
-def _shards(directory: Path, index: Path) -> dict[str, SafeTensor]:
-    from kvist.spec.json_file import read_object
-
-    placed = read_object(index).get("weight_map")
-    if not isinstance(placed, dict) or not all(isinstance(shard, str) for shard in placed.values()):
-        raise BadFile(f"{index}: weight_map is missing; it must map each tensor to its file", key="weight_map")
-    tensors: dict[str, SafeTensor] = {}
-    for shard in sorted(set(placed.values())):
-        if Path(shard).name != shard:
-            raise BadFile(f"{index}: {shard!r} is not a plain file name", key="weight_map")
-        if not (directory / shard).is_file():
-            raise BadFile(f"{index}: names {shard}, which is not in {directory}; fetch it", key="weight_map")
-        tensors |= read_file(directory / shard)
-    absent = next((tensor for tensor in placed if tensor not in tensors), None)
-    if absent is not None:
-        raise BadFile(f"{index}: tensor {absent!r} is not in {placed[absent]}", key="weight_map")
-    return tensors

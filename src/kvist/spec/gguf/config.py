@@ -4,20 +4,19 @@ What the format leaves out of a model is filled in by the rule of its family and
 Source of the metadata keys: docs/gguf.md of the ggml repository; of the rules: the model loader of llama.cpp.
 """
 
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvist.errors import BadFile, UnsupportedModel
-from kvist.spec.agreement import Claim
-from kvist.spec.gguf import GGUFArray, GGUFHeader
+from kvist.spec.agreement import GGUF, Claim
+from kvist.spec.described import checked
+from kvist.spec.families import Reading
+from kvist.spec.gguf.header import GGUFArray, GGUFHeader
 from kvist.spec.model import Assumption
 
 # general.architecture: model_type of Hugging Face. SmolLM2 and Mistral files call themselves llama.
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
-
-_BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.")
-_PROJECTION = re.compile(r"attn_([qkv])\.weight")
 
 # Mechanisms that remember something else than a key and a value of one width, and experts, which are not computed.
 _UNREAD = (
@@ -40,6 +39,35 @@ class NamedConfig:
 
     config: dict[str, Any]
     assumed: tuple[Assumption, ...]
+
+
+def read_header_config(header: GGUFHeader, assume: Mapping[str, Any]) -> Reading:
+    """Read a header as the family that it belongs to, and hold it against its tensors.
+
+    Raises:
+        UnsupportedModel, BadFile: as :func:`config_of` and the family's reader.
+    """
+    named = config_of(header)
+    reading = checked(named.config, assume, file=header.name, assumed=named.assumed)
+    if not assume:
+        hold(header, reading)
+    return reading
+
+
+def hold(header: GGUFHeader, reading: Reading) -> None:
+    """Hold what was read against the tensors of the file.
+
+    Raises:
+        BadFile: other layers, or other widths of keys and values, than the metadata say.
+    """
+    claim = Claim(
+        file=header.name,
+        layers_key=f"{header.metadata['general.architecture']}.block_count",
+        layers=reading.layers,
+        extra=0,
+        config=reading.config,
+    )
+    claim.hold({tensor.name: tensor.shape for tensor in header.tensors}, GGUF)
 
 
 def config_of(header: GGUFHeader) -> NamedConfig:
@@ -105,7 +133,6 @@ class _Translation:
         for name, key in _SPECIAL_TOKENS.items():
             if key in self.header.metadata:
                 config[name] = self.header.metadata[key]
-        self.hold_against_tensors(heads * head_dim, kv_heads * head_dim)
         return NamedConfig(config=config, assumed=tuple(self.assumed))
 
     def gemma3(self, hidden: int, heads: int, head_dim: int) -> dict[str, Any]:
@@ -139,13 +166,6 @@ class _Translation:
 
     def refuse_unread(self) -> None:
         """Stop at mechanisms of which the cache or the network is not read, and at a part of a model."""
-        parts = self.header.metadata.get("split.count")
-        if parts not in (None, 0, 1):
-            raise UnsupportedModel(
-                f"{self.header.name}: split.count is {parts!r}: one of several files, and one file is read; join "
-                f"them with llama-gguf-split --merge",
-                key="split.count",
-            )
         if self.get("attention.causal") is False:
             raise UnsupportedModel(
                 f"{self.header.name}: {self.arch}.attention.causal is false; an encoder keeps no cache",
@@ -190,31 +210,6 @@ class _Translation:
             return embedding.shape[0]
         tokens = self.header.metadata.get("tokenizer.ggml.tokens")
         return tokens.count if isinstance(tokens, GGUFArray) else None
-
-    def hold_against_tensors(self, query_width: int, stored_width: int) -> None:
-        """The tensors must be those of the layers, and as wide, as the metadata says; otherwise one is wrong."""
-        claim = Claim(
-            file=self.header.name,
-            layers_key=f"{self.arch}.block_count",
-            layers=self.whole("block_count"),
-            query_width=query_width,
-            stored_width=stored_width,
-            hidden=self.whole("embedding_length"),
-        )
-        blocks: set[int] = set()
-        sides: dict[str, set[int]] = {"k": set(), "v": set()}
-        for name, tensor in self.header.tensor_by_name.items():
-            block = _BLOCK.match(name)
-            if not block:
-                continue
-            blocks.add(int(block[1]))
-            projection = _PROJECTION.fullmatch(name, block.end())
-            if projection:
-                sides.setdefault(projection[1], set()).add(int(block[1]))
-                claim.hold_shape(name, projection[1], tensor.shape)
-        claim.hold_layers("weights", blocks)
-        for side, what in (("k", "attn_k.weight"), ("v", "attn_v.weight")):
-            claim.hold_layers(what, sides[side])
 
     def assume(self, key: str, value: Any, source: str) -> None:
         self.assumed.append(Assumption(key=key, value=value, source=source))
