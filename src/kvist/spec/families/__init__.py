@@ -9,13 +9,27 @@ from typing import Any
 
 from kvist.errors import InputError, UnsupportedModel
 from kvist.spec.config_keys import ConfigKeys
+from kvist.spec.families.convolutions import CONVOLUTIONS
 from kvist.spec.families.decoders import DECODERS
+from kvist.spec.families.gated_delta import GATED_DELTA
+from kvist.spec.families.kda import KDA
+from kvist.spec.families.lightning import LIGHTNING
+from kvist.spec.families.mamba_hybrids import MAMBA_HYBRIDS
 from kvist.spec.families.reading import Reading
+from kvist.spec.families.recurrent import RECURRENT_MODELS
 from kvist.spec.foreign import refuse_foreign
 
 __all__ = ["FAMILIES", "Reading", "read_config"]
 
-FAMILIES: dict[str, Callable[[ConfigKeys], Reading]] = {**DECODERS}
+FAMILIES: dict[str, Callable[[ConfigKeys], Reading]] = {
+    **DECODERS,
+    **RECURRENT_MODELS,
+    **MAMBA_HYBRIDS,
+    **GATED_DELTA,
+    **KDA,
+    **LIGHTNING,
+    **CONVOLUTIONS,
+}
 
 _CLASSES = {
     "LlamaForCausalLM": "llama",
