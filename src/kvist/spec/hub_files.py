@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 from kvist.errors import BadFile, InputError, KvistError, UnknownModel
 from kvist.spec.json_file import shown
@@ -82,10 +83,10 @@ class HubFiles:
 
     @contextmanager
     def _response(self, name: str, headers: Mapping[str, str]) -> Iterator[Any]:
-        from huggingface_hub import constants, get_session, hf_hub_url, hf_raise_for_status
+        from huggingface_hub import constants, get_session, hf_raise_for_status
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-        url = hf_hub_url(self.repo, name, revision=self.commit, endpoint=constants.ENDPOINT)
+        url = f"{constants.ENDPOINT}/{self.repo}/resolve/{quote(self.commit, safe='')}/{quote(name)}"
         with (
             _in_one_line(self.repo, self.commit),
             get_session().stream(
