@@ -278,6 +278,12 @@ class State(Layer):
     def __post_init__(self) -> None:
         for key in ("conv_codec", "state_codec"):
             codec_named(getattr(self, key), key=key)
+        if self.conv_elements < 0 or self.state_elements < 0 or not self.conv_elements + self.state_elements:
+            raise InputError(
+                f"{self.name}: a state of 0 bytes, {self.conv_elements} + {self.state_elements} elements; write "
+                f"Nothing() for a layer without one",
+                key="state_elements",
+            )
 
     def conv_bytes(self) -> int:
         """Bytes of the convolution's columns."""
