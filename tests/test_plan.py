@@ -178,7 +178,7 @@ def test_every_number_of_a_plan_is_explained() -> None:
     # The products are written so that they can be worked out again.
     for row in rows.values():
         if "layers" in row.formula:
-            again = re.sub(r"(?<=\d),(?=\d{3})| (layers|heads|B)\b", "", row.formula).replace("x", "*")
+            again = re.sub(r"(?<=\d),(?=\d{3})| (layers?|heads?|B)\b", "", row.formula).replace("x", "*")
             assert eval(again) == row.value, row.formula
 
 

@@ -50,7 +50,7 @@ def _tokens(plan: Plan) -> Iterator[Explained]:
             what="of append, indexer keys",
             value=plan.indexer_bytes_per_token,
             formula=_sum(term.append for term in terms if term.indexer),
-            source="counted in append and retained; published tables leave them out",
+            source="the indexers; in append and retained, left out of published tables",
         )
     if plan.state_bytes:
         yield Explained(
@@ -87,7 +87,7 @@ def _apart(plan: Plan) -> Iterator[Explained]:
             what="cross, bytes an encoder token",
             value=plan.cross_bytes_per_encoder_token,
             formula=_sum(term.unit for term in terms),
-            source="apart from the sequence's own tokens",
+            source="the layers that attend to the encoder; beside the sequence's own tokens",
         )
         if plan.cross_bytes is not None:
             yield Explained(
@@ -102,7 +102,7 @@ def _apart(plan: Plan) -> Iterator[Explained]:
             what="draft layers, bytes a token",
             value=plan.draft_append_bytes_per_token,
             formula=_sum(term.append for term in terms if term.append) or "no draft layer grows with the tokens",
-            source="multi-token prediction, counted in no other number",
+            source="layers for multi-token prediction; in no other number",
         )
 
 
@@ -145,10 +145,12 @@ def _capacity(plan: Plan, budget: Budget) -> Iterator[Explained]:
         source="slabs and blocks as kvist's arena cuts them",
     )
     longest = max(plan.spec.max_context, budget.context)
+    reserved = plan.spec.sequence_bytes(longest, plan.format) + (plan.cross_bytes or 0)
+    encoder = " and the encoder" if plan.cross_bytes else ""
     yield Explained(
         what="users, slab",
         value=budget.users_slab,
-        formula=f"{budget.cache:,} // {plan.spec.sequence_bytes(longest, plan.format):,} B of {longest:,} tokens",
+        formula=f"{budget.cache:,} // {reserved:,} B of {longest:,} tokens{encoder}",
         source="each user's longest context reserved in one piece",
     )
 

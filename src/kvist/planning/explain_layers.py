@@ -27,7 +27,7 @@ class Term:
     """One product of a sum: so many layers, each with so many bytes a token, an entry or a sequence.
 
     Attributes:
-        unit: ``15 layers x 1 heads x (512 + 512 B)``.
+        unit: ``15 layers x 1 head x (512 + 512 B)``.
         per: tokens that share one unit.
         limit: tokens of a window or chunk.
         fixed: the product where it does not depend on the tokens; empty otherwise.
@@ -85,11 +85,11 @@ def _leaves(layer: Layer) -> Iterator[Layer]:
 
 
 def _terms(layer: Layer, count: int, fmt: CacheFormat) -> Iterator[Term]:
-    layers = f"{count} layers"
+    layers = counted(count, "layer")
     match layer:
         case Attention() | Cross():
             key, value = fmt.key_codec.vector_bytes(layer.key_dim), fmt.value_codec.vector_bytes(layer.value_dim)
-            unit = f"{layers} x {layer.kv_heads} heads x ({key} + {value} B)"
+            unit = f"{layers} x {counted(layer.kv_heads, 'head')} x ({key} + {value} B)"
             if isinstance(layer, Cross):
                 yield Term(unit=unit, encoder_tokens=layer.encoder_tokens or 0)
                 return
@@ -112,11 +112,16 @@ def _terms(layer: Layer, count: int, fmt: CacheFormat) -> Iterator[Term]:
             return
 
 
+def counted(count: int, what: str) -> str:
+    """``1 layer``, ``2 layers``."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def _indexer(
     indexer: Indexer | None, layers: str, fmt: CacheFormat, *, limit: int | None = None, per: int = 1
 ) -> Iterator[Term]:
     if indexer is not None:
-        unit = f"{layers} x {indexer.heads} heads x {fmt.key_codec.vector_bytes(indexer.dim)} B"
+        unit = f"{layers} x {counted(indexer.heads, 'head')} x {fmt.key_codec.vector_bytes(indexer.dim)} B"
         yield Term(unit=unit, per=per * indexer.pool, limit=limit, indexer=True)
 
 

@@ -1,10 +1,14 @@
 """A plan as tables."""
 
+import re
+
 from kvist.planning.explain import explain
 from kvist.planning.plan import Budget, Plan
 from kvist.report.layer_lines import format_rate, layer_lines
 from kvist.report.tables import Column, print_entries, print_facts, print_table
 from kvist.units import format_size
+
+_LINE = 60
 
 
 def print_plan(plan: Plan, *, explained: bool = False) -> None:
@@ -37,7 +41,10 @@ def print_plan(plan: Plan, *, explained: bool = False) -> None:
         _print_engine(plan)
     if explained:
         print_entries(
-            [(row.what, format_rate(row.value), (f"= {row.formula}", f"from {row.source}")) for row in explain(plan)],
+            [
+                (row.what, format_rate(row.value), (*_formula_lines(row.formula), f"from {row.source}"))
+                for row in explain(plan)
+            ],
             title="How each number comes about",
         )
     if spec.assumed:
@@ -46,6 +53,12 @@ def print_plan(plan: Plan, *, explained: bool = False) -> None:
             [(entry.key, str(entry.value), entry.source) for entry in spec.assumed],
             title="Assumed, because the source leaves it out",
         )
+
+
+def _formula_lines(formula: str) -> list[str]:
+    """A long sum with a line for each product."""
+    products = re.split(r" \+ (?![^(]*\))", formula) if len(formula) > _LINE else [formula]
+    return [f"{'=' if index == 0 else '+'} {product}" for index, product in enumerate(products)]
 
 
 def _token_facts(plan: Plan) -> list[tuple[str, str]]:
@@ -64,9 +77,8 @@ def _token_facts(plan: Plan) -> list[tuple[str, str]]:
             line += f"; {format_size(plan.cross_bytes)} in all"
         facts.append(("cross", line))
     if plan.draft_layers:
-        facts.append(
-            ("draft", f"{format_size(float(plan.draft_append_bytes_per_token))} a token more with draft layers")
-        )
+        more = format_size(float(plan.draft_append_bytes_per_token))
+        facts.append(("draft", f"{more} a token more with the draft layers, not counted below"))
     return facts
 
 
