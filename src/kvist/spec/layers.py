@@ -19,14 +19,16 @@ group of the cache. Every kind answers the same questions, in bytes of a format:
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from kvist.errors import InputError
 from kvist.spec.formats import CacheFormat, codec_named
 
+if TYPE_CHECKING:
+    from fractions import Fraction
+
 # Bytes of one more token: a fraction where one vector stands for several tokens.
-Rate = int | Fraction
+Rate: TypeAlias = "int | Fraction"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,7 @@ class Indexer:
 
     def append_bytes(self, fmt: CacheFormat) -> Rate:
         """Bytes of one more token or entry."""
-        return whole(Fraction(self.key_bytes(fmt), self.pool))
+        return spread(self.key_bytes(fmt), self.pool)
 
     def bytes(self, held: int, fmt: CacheFormat) -> int:
         """Bytes for ``held`` tokens or entries; a pool has keys once it is full."""
@@ -220,15 +222,15 @@ class Compressed(Layer):
     def append_bytes(self, fmt: CacheFormat) -> Rate:
         """A vector of the window, and one entry's bytes spread over its ``ratio`` tokens."""
         single = 0 if self.window is None else self.vector_bytes(fmt)
-        return whole(Fraction(single + self.retained_bytes(fmt)))
+        return total((single, self.retained_bytes(fmt)))
 
     def retained_bytes(self, fmt: CacheFormat) -> Rate:
         """One entry's bytes spread over its ``ratio`` tokens."""
-        return whole(Fraction(self.vector_bytes(fmt), self.ratio) + self.indexer_bytes(fmt))
+        return total((spread(self.vector_bytes(fmt), self.ratio), self.indexer_bytes(fmt)))
 
     def indexer_bytes(self, fmt: CacheFormat) -> Rate:
         """One entry's indexer keys spread over its ``ratio`` tokens."""
-        return whole(Fraction(self.indexer.append_bytes(fmt)) / self.ratio) if self.indexer else 0
+        return spread(self.indexer.key_bytes(fmt), self.ratio * self.indexer.pool) if self.indexer else 0
 
     def entries_bytes(self, tokens: int, fmt: CacheFormat) -> int:
         """Bytes of the whole entries of ``tokens``."""
@@ -402,12 +404,17 @@ def held_tokens(tokens: int, window: int | None, chunk: int | None = None) -> in
     return min([tokens, *(limit for limit in (window, chunk) if limit is not None)])
 
 
-def whole(rate: Fraction) -> Rate:
-    """A rate as an integer where it is one."""
-    return rate.numerator if rate.denominator == 1 else rate
+def spread(size: int, over: int) -> Rate:
+    """Bytes that so many tokens share, for one of them; exact."""
+    if size % over == 0:
+        return size // over
+    # Loaded where it is needed: few models divide, and every start would pay for it.
+    from fractions import Fraction
+
+    return Fraction(size, over)
 
 
 def total(rates: Iterable[Rate]) -> Rate:
     """The sum of rates, as an integer where it is one."""
     found = sum(rates)
-    return found if isinstance(found, int) else whole(found)
+    return found if isinstance(found, int) or found.denominator != 1 else found.numerator
