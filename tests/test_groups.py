@@ -52,7 +52,7 @@ def first_seen(group: Group, position: int) -> int:
 def needed(group: Group, length: int, in_flight: int) -> int:
     """Blocks that hold a token which the query at ``length`` sees, or one in flight; found one by one."""
     if isinstance(group.layer, State):
-        return int(length + in_flight > 0)
+        return len(group.layers) if length + in_flight else 0
     if isinstance(group.layer, Cross):
         assert group.layer.encoder_tokens is not None
         return -(-group.layer.encoder_tokens // group.block_tokens) if length + in_flight else 0
@@ -111,10 +111,9 @@ def test_a_chunk_reuses_up_to_a_point_whose_chunk_is_there(chunk: int, block: in
 
 def test_states_and_encoders_are_not_found_by_prefix() -> None:
     present = np.ones(8, bool)
-    state = only(State(name="mamba2", state_elements=8))
-    assert (state.reusable_blocks(present), state.live_blocks(0), state.live_blocks(9), state.peak_blocks(9, 4)) == (
-        0, 0, 1, 1,
-    )  # fmt: skip
+    (state,) = groups_of(model(*[State(name="mamba2", state_elements=8)] * 3), BF16)
+    assert (state.reusable_blocks(present), state.block_bytes) == (0, 32)
+    assert (state.live_blocks(0), state.live_blocks(9), state.peak_blocks(9, 4)) == (0, 3, 3)
     cross = only(Cross(kv_heads=1, key_dim=64, value_dim=64, encoder_tokens=33))
     assert (cross.reusable_blocks(present), cross.live_blocks(1), cross.live_blocks(0)) == (0, 3, 0)
     latent = only(Latent(rank=64, rope_dim=32))

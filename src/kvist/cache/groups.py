@@ -1,6 +1,7 @@
 """Layer groups: pieces of layers with the same lifetime rule and the same block shape.
 
-A block of a group holds ``block_tokens`` tokens of all its layers. Inside a block of attention the bytes lie so::
+A block of a group holds ``block_tokens`` tokens of all its layers; a block of states, which are large, holds the whole
+state of one layer, so that slabs stay small. Inside a block of attention the bytes lie so::
 
     block = layer 0 keys | layer 0 values | layer 1 keys | layer 1 values | …
     keys  = kv head 0: token 0, token 1, … | kv head 1: … | …        (one vector of key_dim a token)
@@ -18,7 +19,7 @@ full          of all tokens                               up to the first block 
 window        of those that its next query sees           up to a point whose window is all there
 chunk         of those since the chunk's first token      up to a point whose chunk, so far, is there
 compressed    of whole entries, ``ratio`` tokens each     as full
-state         one, whatever the length                    none: a state is not kept at earlier points
+state         one a layer, whatever the length            none: a state is not kept at earlier points
 cross         of the encoder's tokens                     none: they are not the sequence's own
 ============  ==========================================  ============================================
 
@@ -56,7 +57,7 @@ class Group:
         layer: the shape and lifetime rule that all of them have; one piece of :attr:`Layer.stored`.
         layers: their indices in the model.
         block_tokens: tokens of one block; whole entries and pools, so that it may be larger than that of other groups.
-            A state's one block holds any number of them.
+            A state's block holds any number of them.
         format: how keys and values are stored.
     """
 
@@ -116,7 +117,7 @@ class Group:
         """Bytes of one block; scales are inside."""
         match self.layer:
             case State():
-                one = self.layer.state_bytes(self.format)
+                return self.layer.state_bytes(self.format)
             case Cross():
                 one = self.block_tokens * self.layer.cross_bytes_per_encoder_token(self.format)
             case _:
@@ -189,7 +190,7 @@ class Group:
         """Blocks that ``tokens`` would fill if none died."""
         match self.layer:
             case State():
-                return min(tokens, 1)
+                return len(self.layers) if tokens else 0
             case Cross(encoder_tokens=int(encoder)):
                 return -(-encoder // self.block_tokens) if tokens else 0
             case Compressed(ratio=ratio):

@@ -70,7 +70,7 @@ def allocated_bytes(groups: Sequence[Group], length: int, in_flight: int = 0) ->
     """Bytes of the blocks that a sequence of ``length`` stored tokens holds while ``in_flight`` more are computed.
 
     Whole blocks in every group; a window or chunk has given back the blocks that its next query does not see, and a
-    state is one block.
+    state is one block a layer.
     """
     return sum(group.live_blocks(length, in_flight) * group.block_bytes for group in groups)
 
