@@ -124,49 +124,59 @@ def _zaya(keys: ConfigKeys) -> Reading:
     """ZAYA1: attention over convolved queries and keys, whose values are half the last token's.
 
     Kept beside the cache are the columns that both convolutions reach back together, and half a token's values;
-    SGLang keeps the whole hidden state of the last token instead. The first files list attention ("a") and experts
-    as layers of their own in ``zaya_layers``. Sources: ZayaConfig and the attention of transformers; ``zaya.py`` of
-    SGLang's configurations.
+    SGLang keeps the whole hidden state of the last token instead. The first files count attention and experts as
+    layers of their own: by turns, or as ``zaya_layers`` lists them ("a" for attention). Sources: ZayaConfig and the
+    attention of transformers; ``configs/zaya.py`` of SGLang.
     """
     default = class_default(keys)
-    old = keys.get("zaya_layers")
-    if old is not None:
-        if not isinstance(old, list) or not old:
-            raise keys.wrong("zaya_layers", "a list with an entry a layer")
-        kinds = [FULL if entry == "a" else NONE for entry in old]
-        keys.set("num_hidden_layers", len(kinds))
-        for name in ("swa_layers", "cca_num_q_heads", "num_query_groups_list"):
-            _equal_heads(keys, name, kinds)
-    else:
-        words = {"hybrid": FULL, "hybrid_sliding": SLIDING}
-        layers = number_of_layers(keys)
-        kinds = listed(keys, "layer_types", layers=layers, words=words) or [FULL] * layers
+    kinds = _zaya_kinds(keys)
     shape = heads_and_widths(keys, head_dim=128, kv_heads=2)
     full = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
     reach = sum(keys.count(name, default=2, source=default) - 1 for name in ("cca_time0", "cca_time1"))
     stored = shape.kv_heads * shape.head_dim
     channels = keys.count("num_attention_heads") * shape.head_dim + stored
-    state = State(name="short-conv", conv_elements=channels * reach + stored // 2, conv_columns=reach)
+    state = State(
+        name="short-conv",
+        conv_elements=channels * reach + stored // 2,
+        conv_columns=reach,
+        conv_codec=states.state_codec(keys, ("mamba_cache_dtype",), default="bf16"),
+    )
     found: dict[str, Layer] = {FULL: Parallel(parts=(full, state)), NONE: Nothing()}
     if SLIDING in kinds:
         window = keys.count("sliding_window")
         sliding = Attention(kv_heads=full.kv_heads, key_dim=full.key_dim, value_dim=full.value_dim, window=window)
         found[SLIDING] = Parallel(parts=(sliding, state))
-    own(keys, "kv_channels", "num_query_groups")
+    if keys.get("kv_channels") not in (None, shape.head_dim):
+        raise keys.wrong("kv_channels", f"the width of a head ({shape.head_dim})")
     return reading(keys, [found[kind] for kind in kinds], max_context=longest(keys, default=131072))
 
 
-def _equal_heads(keys: ConfigKeys, name: str, kinds: list[str]) -> None:
-    """Hold a list of the first ZAYA1 files against the one number that all attention layers share."""
-    expected = {"cca_num_q_heads": "num_attention_heads", "num_query_groups_list": "num_key_value_heads"}
-    values = keys.get(name)
-    if not values:
-        return
-    if name not in expected:
-        raise keys.unread(name, "windows of single layers are not described; --assume it is null")
-    count = keys.count(expected[name])
-    if values != [count if kind == FULL else 0 for kind in kinds]:
-        raise keys.unread(name, f"all attention layers have {count} ({expected[name]}) in what is described")
+def _zaya_kinds(keys: ConfigKeys) -> list[str]:
+    old = keys.get("zaya_layers")
+    marks = ("zaya_layers", "ffn_hidden_size", "activation_func")
+    if keys.get("layer_types") is not None or all(keys.get(mark) is None for mark in marks):
+        layers = number_of_layers(keys)
+        words = {"hybrid": FULL, "hybrid_sliding": SLIDING}
+        return listed(keys, "layer_types", layers=layers, words=words) or [FULL] * layers
+    if old is None:
+        kinds = [NONE if index % 2 else FULL for index in range(number_of_layers(keys))]
+    elif isinstance(old, list) and old:
+        kinds = [FULL if entry == "a" else NONE for entry in old]
+        keys.set("num_hidden_layers", len(kinds))
+    else:
+        raise keys.wrong("zaya_layers", "a list with an entry a layer")
+    if keys.get("swa_layers"):
+        raise keys.unread("swa_layers", "windows of single layers are not described; --assume swa_layers=null")
+    for name, total in (
+        ("cca_num_q_heads", "num_attention_heads"),
+        ("num_query_groups_list", "num_key_value_heads"),
+        ("num_query_groups", "num_key_value_heads"),
+    ):
+        count = keys.get(total)
+        one_each = [count if kind == FULL else 0 for kind in kinds]
+        if keys.get(name) not in (None, count, one_each):
+            raise keys.unread(name, f"all attention layers have {count} heads ({total}) in what is described")
+    return kinds
 
 
 def _inkling(*, layers: int, heads: int, kv_heads: int, swa_kv_heads: int, hidden: int, window: int) -> Reader:

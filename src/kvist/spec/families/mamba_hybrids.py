@@ -13,9 +13,11 @@ from kvist.spec.families.patterns import (
     inside,
     listed,
     longest,
+    missing_pattern,
     number_of_layers,
     own,
     reading,
+    section,
     spelled,
     split,
 )
@@ -186,18 +188,25 @@ def _granite(keys: ConfigKeys) -> Reading:
     layers = number_of_layers(keys)
     kinds = listed(keys, "layer_types", "layers_block_type", layers=layers)
     if kinds is None:
-        counts = keys.get("layer_type_counts")
-        how_many = f" layer_type_counts ({counts}) does not say which they are." if counts else ""
-        raise UnsupportedModel(
-            f"{keys.name}: layer_types is missing; it must name each layer mamba or attention.{how_many}",
-            key="layer_types",
-        )
+        kinds = _counted(keys, layers)
     attention = _attention(keys, kv_heads=None)
     if RECURRENT not in kinds:
         own(keys, prefixes=_MIXER_KEYS)
         return reading(keys, [attention] * layers, max_context=longest(keys, default=2048))
     state = _mamba2_of(keys, width=mamba_width(keys, expand="mamba_expand"), size=256)
     return reading(keys, _layers(kinds, attention=attention, state=state), max_context=longest(keys, default=2048))
+
+
+def _counted(keys: ConfigKeys, layers: int) -> list[str]:
+    """Kinds from numbers of layers by kind, which extracts give; on their order no byte depends."""
+    counts = section(keys, "layer_type_counts")
+    if keys.get("layer_type_counts") is None:
+        raise missing_pattern(keys, "layer_types", "it names each layer mamba or attention")
+    attention, mamba = (counts.count(name, least=0) for name in ("attention", "mamba"))
+    if attention + mamba != layers:
+        raise keys.wrong("layer_type_counts", f"mamba and attention layers that make up the {layers}")
+    keys.note("layer_types", None, "left out: on the order of the layers no byte depends")
+    return [FULL] * attention + [RECURRENT] * mamba
 
 
 def _falcon_h1(keys: ConfigKeys) -> Reading:

@@ -182,7 +182,7 @@ def _xlstm(keys: ConfigKeys) -> Reading:
         heads=heads,
         key_dim=widths["qk_dim_factor"],
         value_dim=widths["v_dim_factor"],
-        codec=states.state_codec(keys, "inference_state_dtype"),
+        codec=states.state_codec(keys, ("inference_state_dtype",)),
     )
     return reading(keys, [state] * layers, max_context=longest(keys, default=None))
 

@@ -9,42 +9,34 @@ Sources: ``mamba_utils.py`` of vLLM and of SGLang, the modeling files of transfo
 these has the reference code named at the function.
 """
 
-from kvist.errors import UnsupportedModel
 from kvist.spec.config_keys import ConfigKeys
 from kvist.spec.layers import State
 
 _CODECS = {
-    "auto": "f32", "float32": "f32", "float": "f32", "fp32": "f32",
+    "float32": "f32", "float": "f32", "fp32": "f32",
     "bfloat16": "bf16", "bf16": "bf16", "float16": "f16", "half": "f16", "fp16": "f16",
 }  # fmt: skip
+_NAMES = ("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
 
 
-def state_codec(keys: ConfigKeys, *names: str) -> str:
-    """Return the codec of the recurrent part: f32 unless one of these keys says otherwise.
+def state_codec(keys: ConfigKeys, names: tuple[str, ...] = _NAMES, *, default: str = "f32") -> str:
+    """Return the codec of a state: ``default`` unless one of these keys says otherwise.
 
     Raises:
         UnsupportedModel: a type whose bytes are not known, or two keys that disagree.
     """
     found: dict[str, str] = {}
-    for name in names or ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"):
+    for name in names:
         value = keys.get(name)
-        if value is None:
+        if value is None or value == "auto":
             continue
         codec = _CODECS.get(value.removeprefix("torch.")) if isinstance(value, str) else None
         if codec is None:
-            raise UnsupportedModel(
-                f"{keys.name}: {name} is {value!r}; a state is stored in float32, bfloat16 or float16: "
-                f"--assume {name}=float32",
-                key=name,
-            )
+            raise keys.unread(name, f"a state is stored in float32, bfloat16 or float16: --assume {name}=float32")
         found[name] = codec
     if len(set(found.values())) > 1:
-        first, second = list(found)[:2]
-        raise UnsupportedModel(
-            f"{keys.name}: {first} and {second} name two types for the same state; --assume one of them is null",
-            key=second,
-        )
-    return next(iter(found.values()), "f32")
+        raise keys.unread(names[1], f"{names[0]} names another type for the same state; --assume one of them is null")
+    return next(iter(found.values()), default)
 
 
 def mamba(*, width: int, state: int, kernel: int, codec: str = "f32") -> State:
