@@ -17,6 +17,7 @@ from torch import Tensor
 from kvist.errors import BadFile, InputError, UnsupportedModel
 from kvist.model.packed import FourBit, can_multiply
 from kvist.spec.gguf import GGUFTensor, read_gguf
+from kvist.spec.gguf.files import part_count
 from kvist.spec.model import ModelSpec
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -268,6 +269,12 @@ class GGUFTensors:
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         header = read_gguf(path)
+        if part_count(header) > 1:
+            raise UnsupportedModel(
+                f"{path}: is one of {part_count(header)} parts, and the engine reads one file; join them with "
+                f"llama-gguf-split --merge",
+                key="split.count",
+            )
         self.name = str(path)
         self.entries = header.tensor_by_name
         self.bytes = np.memmap(path, dtype=np.uint8, mode="r")

@@ -7,7 +7,7 @@ Sources: ``load_arch_hparams`` of llama.cpp's architectures, and its conversion 
 
 from typing import Any
 
-from kvist.spec.gguf.attention import SLIDING, Windows, stored_heads
+from kvist.spec.gguf.attention import SLIDING, Windows, stored_heads, widths
 from kvist.spec.gguf.header import GGUFArray
 from kvist.spec.gguf.metadata import Metadata
 
@@ -34,6 +34,8 @@ def latent_widths(m: Metadata) -> dict[str, Any]:
     if width < rope:
         raise m.wrong("attention.key_length_mla", f"at least the rotary width {rope}", given=str(width))
     config: dict[str, Any] = {"kv_lora_rank": rank, "qk_rope_head_dim": rope, "qk_nope_head_dim": width - rope}
+    # One head of all that is stored, or in older files those of the queries: neither says more than the rank does.
+    m.get("attention.head_count_kv"), m.get("attention.value_length")
     value = "attention.value_length_mla" if head is not None else "attention.value_length"
     if m.get(value) is not None:
         config["v_head_dim"] = m.count(value)
@@ -120,10 +122,16 @@ def bailing3(m: Metadata) -> dict[str, Any]:
 
 def compressed(m: Metadata) -> dict[str, Any]:
     """DeepSeek-V4: a window on every layer, and entries of 4 or 128 tokens on most."""
-    ratios = m.array(m.named("compress_ratios", "attention.compress_ratios"), m.layers)
+    ratios = m.array(m.named("compress_ratios", "attention.compress_ratios"), m.blocks)
+    if m.count("attention.head_count_kv", default=1) != 1:
+        raise m.unread("attention.head_count_kv", "is not 1; one vector a token is read for deepseek4 files")
+    key, value = widths(m)
+    if key != value:
+        raise m.unread("attention.value_length", f"is {value}, the key length {key}; one vector is both")
+    m.named("head_dim", "attention.key_length")
     return indexer(m) | {
         "num_attention_heads": m.count("attention.head_count"),
-        "head_dim": m.count(m.named("head_dim", "attention.key_length")),
+        "head_dim": key,
         "qk_rope_head_dim": m.count(m.named("qk_rope_head_dim", "rope.dimension_count")),
         "sliding_window": m.count(m.named("sliding_window", "attention.sliding_window")),
         "compress_ratios": ratios,

@@ -55,6 +55,10 @@ class Metadata:
     def drafting(self) -> int:
         """Blocks that draft tokens ahead, the last of all."""
         drafting = self.count("nextn_predict_layers", default=0, least=0)
+        # Files of DeepSeek-V4 give the number and may leave the blocks out; llama.cpp looks at the tensors too.
+        probe = f"blk.{self.blocks - drafting}.nextn.eh_proj.weight"
+        if self.architecture == "deepseek4" and self.tensors and probe not in self.tensors:
+            return 0
         if drafting >= self.blocks:
             raise self.wrong("nextn_predict_layers", f"less than block_count ({self.blocks})")
         return drafting

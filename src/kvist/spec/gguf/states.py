@@ -140,6 +140,7 @@ def recurrent_flags(m: Metadata, period: int) -> list[bool]:
     """Which layers are recurrent: a list, or all but the last of each ``full_attention_interval``."""
     key = "attention.recurrent_layers"
     if isinstance(m.get(key), GGUFArray):
+        m.get("full_attention_interval")
         return m.flags(m.named("layer_types", key))
     key = m.named("layer_types", "full_attention_interval")
     interval = m.count(key, default=period)
