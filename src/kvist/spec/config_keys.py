@@ -63,6 +63,23 @@ class ConfigKeys:
         """Write what follows from other keys."""
         self.config[key] = value
 
+    def settle(self, key: str, value: Any) -> None:
+        """Write what follows from other keys, unless it was overridden."""
+        if key not in self.overrides:
+            self.config[key] = value
+
+    def section(self, key: str) -> "ConfigKeys":
+        """Return an object of the configuration as keys of their own; empty where it is left out or null.
+
+        Overrides name the keys of the configuration itself, and so do not reach inside.
+        """
+        part = self.get(key)
+        if part is not None and not isinstance(part, dict):
+            raise self.wrong(key, "an object")
+        inner = ConfigKeys({**(part or {}), "model_type": self.family}, name=f"{self.name}: {key}")
+        inner.assumed = self.assumed
+        return inner
+
     def note(self, key: str, value: Any, source: str) -> None:
         """List that ``value`` is taken for ``key``."""
         self.assumed.append(Assumption(key=key, value=value, source=source))

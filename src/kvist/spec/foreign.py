@@ -16,6 +16,7 @@ _INDEX = "an indexer beside the keys"
 _CROSS = "attention to an encoder"
 _HEADS = "heads of other widths or numbers"
 _SHARED = "layers that share a cache"
+_WINDOW = "a window"
 
 FOREIGN_KEYS = {
     "kv_lora_rank": _LATENT, "q_lora_rank": _LATENT, "qk_rope_head_dim": _LATENT, "qk_nope_head_dim": _LATENT,
@@ -26,14 +27,16 @@ FOREIGN_KEYS = {
     "hybrid_layer_pattern": _MIX, "hybrid_layer_ids": _MIX, "attn_layer_indices": _MIX, "attn_layer_period": _MIX,
     "attn_layer_offset": _MIX, "block_configs": _MIX, "full_attention_interval": _MIX, "full_attn_mod": _MIX,
     "full_attention_layers": _MIX, "sliding_attention_layers": _MIX, "global_attn_every_n_layers": _MIX,
-    "sliding_window_pattern": _MIX,
-    "attention_chunk_size": "attention in chunks", "attention_window_size": "a window under another name",
+    "sliding_window_pattern": _MIX, "attention_types": _MIX, "attention_layers": _MIX, "per_layer_config": _MIX,
+    "sliding_window": _WINDOW, "local_attention": _WINDOW,
+    "attention_chunk_size": "attention in chunks", "attention_window_size": _WINDOW,
     "compress_ratios": "compressed attention", "compress_ratio": "compressed attention",
     "num_kv_shared_layers": _SHARED, "kv_source_layer_ids": _SHARED, "attention_k_eq_v": _SHARED,
-    "cla_share_factor": _SHARED, "use_cla": _SHARED,
+    "kv_source_layers": _SHARED, "cla_share_factor": _SHARED, "use_cla": _SHARED,
     "is_encoder_decoder": _CROSS, "add_cross_attention": _CROSS, "encoder_layers": _CROSS,
     "multi_query": _HEADS, "multi_query_attention": _HEADS, "multi_query_group_num": _HEADS, "num_kv_heads": _HEADS,
     "n_head_kv": _HEADS, "kv_channels": _HEADS, "v_head_dim": _HEADS, "qk_head_dim": _HEADS,
+    "attention_head_type": _HEADS, "num_key_value_heads_per_layer": _HEADS, "num_attention_groups": _HEADS,
     "global_head_dim": _HEADS, "num_global_key_value_heads": _HEADS,
 }  # fmt: skip
 
@@ -53,7 +56,7 @@ def refuse_foreign(keys: ConfigKeys) -> None:
     """
     for key in list(keys.config):
         meaning = _meaning(key)
-        if meaning is None or key in keys.asked - set(keys.overrides):
+        if meaning is None or key in keys.asked:
             continue
         value = keys.get(key)
         if value is None or value is False or value in (0, "", [], {}):

@@ -19,7 +19,7 @@ from kvist.spec.families.reading import (
     only_full,
     reading_of,
 )
-from kvist.spec.families.windows import full_every, switched
+from kvist.spec.families.windows import full_every, kinds_of, says_window, switched
 
 
 def _llama(keys: ConfigKeys) -> Reading:
@@ -45,14 +45,8 @@ def _mistral(keys: ConfigKeys) -> Reading:
     larger file prints what differs from the class, and so means 4,096.
     """
     shape = heads_and_widths(keys, head_dim=None, kv_heads=8, size=Size(layers=32, heads=32, hidden=4096))
-    if "sliding_window" not in keys and not keys.part:
-        raise UnsupportedModel(
-            f"{keys.name}: sliding_window is missing; a mistral configuration says null or a width: "
-            f"write it, or --assume sliding_window=null",
-            key="sliding_window",
-        )
     window = None
-    if keys.get("sliding_window") is not None or "sliding_window" not in keys:
+    if says_window(keys, 4096):
         window = keys.count("sliding_window", default=4096, source=class_default(keys))
     kinds = [SLIDING if window else FULL] * shape.layers
     if keys.get("layer_types") is not None and layer_types(keys, shape.layers) != kinds:
@@ -89,18 +83,10 @@ def _qwen3(keys: ConfigKeys) -> Reading:
 def _qwen(keys: ConfigKeys, shape: Shape) -> Reading:
     """A window, when switched on, is on the layers from ``max_window_layers`` on: the first ones stay full."""
     window = None
+    keys.get("sliding_window")
     if keys.flag("use_sliding_window", default=False):
         window = keys.count("sliding_window", default=4096, source=class_default(keys))
-    if keys.get("layer_types") is not None:
-        kinds = layer_types(keys, shape.layers)
-        if window is None and SLIDING in kinds:
-            raise UnsupportedModel(
-                f"{keys.name}: layer_types has {SLIDING}, but use_sliding_window is off", key="layer_types"
-            )
-    elif window is None:
-        kinds = [FULL] * shape.layers
-    else:
-        kinds = switched(keys, shape.layers)
+    kinds = kinds_of(keys, shape.layers, switched)
     complete_network(keys, context=32768, theta=10000.0, bias=None)
     return reading_of(keys, shape, kinds, window)
 
@@ -127,10 +113,7 @@ def _gemma3_text(keys: ConfigKeys) -> Reading:
     default = class_default(keys)
     shape = heads_and_widths(keys, head_dim=256, kv_heads=4, heads=8, size=Size(layers=26, hidden=2304))
     window = keys.count("sliding_window", default=4096, source=default)
-    if keys.get("layer_types") is not None:
-        kinds = layer_types(keys, shape.layers)
-    else:
-        kinds = full_every(6, key="sliding_window_pattern")(keys, shape.layers)
+    kinds = kinds_of(keys, shape.layers, full_every(6, key="sliding_window_pattern"))
     keys.fill("query_pre_attn_scalar", 256)
     keys.fill("hidden_activation", "gelu_pytorch_tanh")
     keys.optional_text("hidden_activation")

@@ -97,6 +97,15 @@ def heads_and_widths(
     return Shape(layers=layers, kv_heads=stored_heads, head_dim=width)
 
 
+def context_of(keys: ConfigKeys, *names: str, default: int | None) -> int:
+    """Return the longest sequence: the first of ``names`` that is printed, ``max_position_embeddings``, ``default``."""
+    for name in names:
+        if keys.get(name) is not None and "max_position_embeddings" not in keys.overrides:
+            keys.set("max_position_embeddings", keys.count(name))
+            break
+    return keys.count("max_position_embeddings", default=default, source=class_default(keys))
+
+
 def complete_network(
     keys: ConfigKeys,
     *,
@@ -207,8 +216,12 @@ def per_layer(keys: ConfigKeys, kinds: list[str], layers: Iterable[Attention]) -
         return found
     if not isinstance(given, Mapping):
         raise keys.wrong("per_layer_config", "an object of objects")
+    meant: dict[str, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        meant.setdefault(kind, []).append(index)
+        meant[str(index)] = [index]
     for where, own in given.items():
-        chosen = [index for index, kind in enumerate(kinds) if where in (str(index), kind)]
+        chosen = meant.get(str(where))
         if not chosen or not isinstance(own, Mapping):
             raise keys.wrong(
                 "per_layer_config", "an object for layer indices or kinds of layers", shown=f"for {where!r}"

@@ -5,10 +5,17 @@ A rule answers for a configuration that prints no ``layer_types``; a printed lis
 
 from collections.abc import Callable
 
+from kvist.errors import UnsupportedModel
 from kvist.spec.config_keys import ConfigKeys
-from kvist.spec.families.reading import CHUNKED, FULL, SLIDING, class_default
+from kvist.spec.families.reading import CHUNKED, FULL, SLIDING, class_default, layer_types
 
 Rule = Callable[[ConfigKeys, int], list[str]]
+
+# What the rules read; a printed list of kinds stands above all of them.
+PATTERN_KEYS = (
+    "sliding_window_pattern", "global_attn_every_n_layers", "prefix_dense_sliding_window_pattern",
+    "first_k_dense_replace", "max_window_layers", "no_rope_layers", "no_rope_layer_interval",
+)  # fmt: skip
 
 
 def full(keys: ConfigKeys, layers: int) -> list[str]:
@@ -16,9 +23,31 @@ def full(keys: ConfigKeys, layers: int) -> list[str]:
     return [FULL] * layers
 
 
-def everywhere(keys: ConfigKeys, layers: int) -> list[str]:
-    """A window on every layer where one is printed."""
-    return [FULL if keys.get("sliding_window") is None else SLIDING] * layers
+def says_window(keys: ConfigKeys, default: int | None) -> bool:
+    """Whether the configuration has a window, ``default`` being that of the class.
+
+    Raises:
+        UnsupportedModel: a whole file leaves it out where the class has one. Published files print a width or null;
+            copies that drop their nulls mean none.
+    """
+    if "sliding_window" in keys:
+        return keys.get("sliding_window") is not None
+    if default is None or keys.part:
+        return default is not None
+    raise UnsupportedModel(
+        f"{keys.name}: sliding_window is missing; a {keys.family} configuration says null or a width: "
+        f"write it, or --assume sliding_window=null",
+        key="sliding_window",
+    )
+
+
+def everywhere(default: int | None = None) -> Rule:
+    """A window on every layer, or on none; ``default`` is that of the class."""
+
+    def rule(keys: ConfigKeys, layers: int) -> list[str]:
+        return [SLIDING if says_window(keys, default) else FULL] * layers
+
+    return rule
 
 
 def full_every(period: int, *, key: str | None = None, last: bool = False) -> Rule:
@@ -85,8 +114,8 @@ def switched_alternating(keys: ConfigKeys, layers: int) -> list[str]:
 
 
 def dots(keys: ConfigKeys, layers: int) -> list[str]:
-    """dots.llm1: as Qwen, without the switch; an explicit null is no window."""
-    if "sliding_window" in keys and keys.get("sliding_window") is None:
+    """dots.llm1: as Qwen, without the switch."""
+    if not says_window(keys, 4096):
         return [FULL] * layers
     return from_max_window_layers(keys, layers, default=62)
 
@@ -94,7 +123,7 @@ def dots(keys: ConfigKeys, layers: int) -> list[str]:
 def exaone(keys: ConfigKeys, layers: int) -> list[str]:
     """EXAONE 4: ``sliding_window_pattern`` is a period, or letters for each layer of one (``LLLG``)."""
     pattern = keys.get("sliding_window_pattern")
-    if "sliding_window" in keys and keys.get("sliding_window") is None:
+    if not says_window(keys, 4096):
         return [FULL] * layers
     if isinstance(pattern, str):
         if not pattern or set(pattern) - {"L", "G"}:
@@ -138,3 +167,48 @@ def rope_layers(keys: ConfigKeys, layers: int) -> list[bool]:
         return [bool(turned) for turned in keys.each("no_rope_layers", layers, least=0)]
     period = keys.count("no_rope_layer_interval", default=4, source=class_default(keys))
     return [bool((index + 1) % period) for index in range(layers)]
+
+
+SWITCHED = (switched, switched_for_all, switched_alternating)
+
+
+def kinds_of(
+    keys: ConfigKeys, layers: int, rule: Rule, *, window: int | None = None, chunk: int | None = None
+) -> list[str]:
+    """Return the kind of every layer: the printed list, or what the family's rule says.
+
+    Args:
+        keys: the configuration.
+        layers: how many there are.
+        rule: of the family.
+        window: default width of the class; a list may name windows where there is one, or a rule for them.
+        chunk: likewise, of chunks.
+
+    Raises:
+        UnsupportedModel: the list names a kind that the family does not have.
+    """
+    if keys.get("layer_types") is None:
+        return hold_counts(keys, rule(keys, layers))
+    windowed = window is not None or (rule is not full and chunk is None)
+    allowed = [FULL, *([SLIDING] if windowed else []), *([CHUNKED] if chunk is not None else [])]
+    kinds = layer_types(keys, layers, allowed)
+    if len(allowed) > 1:
+        for key in PATTERN_KEYS:
+            keys.get(key)
+    if SLIDING in kinds and rule in SWITCHED and not keys.flag("use_sliding_window", default=False):
+        raise UnsupportedModel(
+            f"{keys.name}: layer_types has {SLIDING}, but use_sliding_window is off", key="layer_types"
+        )
+    return hold_counts(keys, kinds)
+
+
+def hold_counts(keys: ConfigKeys, kinds: list[str]) -> list[str]:
+    """Return the kinds, held against the numbers of layers of each that extracts of configurations give.
+
+    Raises:
+        BadFile: they differ.
+    """
+    for key, kind in (("full_attention_layers", FULL), ("sliding_attention_layers", SLIDING)):
+        if keys.get(key) is not None and keys.count(key, least=0) != kinds.count(kind):
+            raise keys.wrong(key, f"{kinds.count(kind)}, as many as there are among the {len(kinds)} layers")
+    return kinds
