@@ -75,9 +75,9 @@ def _kinds(keys: ConfigKeys, layers: int) -> list[str]:
     if ratios is None:
         keys.note("compress_ratios", None, f"{class_default(keys)}: two of 128, then 128 and 4 by turns")
         return [_SPARSE if index > 2 and index % 2 else _HEAVY for index in range(layers)]
-    # Extracts drop the number of draft layers, of which every published model has one.
-    drafts = draft_count(keys) if keys.get("num_nextn_predict_layers") is not None else 1
-    if not isinstance(ratios, list) or len(ratios) not in (layers, layers + drafts):
+    counted = keys.get("num_nextn_predict_layers") is not None
+    drafts = draft_count(keys)
+    if not isinstance(ratios, list) or len(ratios) < layers or (counted and len(ratios) > layers + drafts):
         found = len(ratios) if isinstance(ratios, list) else repr(ratios)[:40]
         raise keys.wrong("compress_ratios", f"one entry for each of the {layers} layers", shown=f"of length {found}")
     for index, ratio in enumerate(ratios):
