@@ -250,7 +250,7 @@ def _inkling_mm(keys: ConfigKeys) -> Reading:
             ("local_layer_ids", "mtp_local_layer_ids"),
             ("local_extent", "mtp_local_extent"),
         ):
-            if drafts.get(name) is not None and text.get(inner) is None and text.get(name) is None:
+            if drafts.get(name) is not None and text.get(inner) is None:
                 text = text | {inner: drafts.get(name)}
         keys.set("text_config", text)
     return _inside_inkling(keys)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from kvist.spec.config_keys import ConfigKeys
 from kvist.spec.families import states
 from kvist.spec.families.patterns import (
+    PLAIN,
     RECURRENT,
     every,
     hold_counts,
@@ -136,15 +137,14 @@ def _lara_mini(keys: ConfigKeys) -> Reading:
     if keys.get("layer_types") is None:
         keys.set("layer_types", [_LARA[index % len(_LARA)] for index in range(layers)])
         keys.note("layer_types", list(_LARA), f"{default}, repeated")
-    kinds = listed(keys, "layer_types", layers=layers) or []
+    words = PLAIN | {"sliding_attention": SLIDING}
+    kinds = listed(keys, "layer_types", layers=layers, words=words) or []
     shape = heads_and_widths(keys, head_dim=128, kv_heads=4)
     window = keys.count("sliding_window", default=512, source=default)
     full = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
     sliding = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim, window=window)
     state = _state(keys, _Heads(keys=8, values=16))
     found = {FULL: full, SLIDING: sliding, RECURRENT: state}
-    if not set(kinds) <= set(found):
-        raise keys.wrong("layer_types", "of linear, sliding and full attention alone")
     return reading(keys, _placed(kinds, found), max_context=longest(keys, default=131072))
 
 

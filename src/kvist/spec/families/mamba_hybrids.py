@@ -8,6 +8,7 @@ from kvist.spec.families import states
 from kvist.spec.families.patterns import (
     BOTH,
     NONE,
+    PLAIN,
     RECURRENT,
     indices,
     inside,
@@ -26,6 +27,8 @@ from kvist.spec.families.recurrent import mamba_width
 from kvist.spec.layers import Attention, Layer, Nothing, Parallel, Shared, State
 
 _LETTERS = {"M": RECURRENT, "*": FULL, "-": NONE, "E": NONE}
+_NEMOTRON = PLAIN | {"mlp": NONE, "moe": NONE}
+_ZAMBA = {"mamba": RECURRENT, "linear_attention": RECURRENT, "hybrid": BOTH}
 _MIXER_KEYS = ("mamba_", "ssm_", "time_step_")
 
 
@@ -77,7 +80,7 @@ def _zamba(keys: ConfigKeys) -> Reading:
     """
     default = class_default(keys)
     layers = number_of_layers(keys)
-    kinds = listed(keys, "layers_block_type", layers=layers)
+    kinds = listed(keys, "layers_block_type", layers=layers, words=_ZAMBA)
     if kinds is None:
         period = keys.count("attn_layer_period", default=6, source=default)
         offset = keys.count("attn_layer_offset", default=4, least=0, source=default)
@@ -104,7 +107,7 @@ def _zamba2(keys: ConfigKeys) -> Reading:
     """
     default = class_default(keys)
     layers = number_of_layers(keys)
-    kinds = listed(keys, "layers_block_type", "layer_types", layers=layers)
+    kinds = listed(keys, "layers_block_type", "layer_types", layers=layers, words=_ZAMBA)
     if kinds is None:
         picked = indices(keys, "hybrid_layer_ids", layers=layers)
         if picked is None and layers == 54:
@@ -233,7 +236,7 @@ def _nemotron_h(keys: ConfigKeys) -> Reading:
     default = class_default(keys)
     pattern = "hybrid_override_pattern"
     spelt = spelled(keys, pattern, _LETTERS)
-    kinds = listed(keys, "layers_block_type", "layer_types", layers=None)
+    kinds = listed(keys, "layers_block_type", "layer_types", layers=None, words=_NEMOTRON)
     if kinds is not None and spelt not in (None, kinds):
         raise keys.wrong(pattern, "the same as layers_block_type")
     kinds = kinds or spelt
@@ -267,7 +270,7 @@ def _nemotron_draft(keys: ConfigKeys) -> list[str]:
     """Kinds of the draft layers; source: NemotronHConfig, and nemotron_h_mtp.py of vLLM for their number."""
     steps = draft_count(keys)
     spelt = spelled(keys, "mtp_hybrid_override_pattern", _LETTERS)
-    kinds = listed(keys, "mtp_layers_block_type", layers=None) or spelt
+    kinds = listed(keys, "mtp_layers_block_type", layers=None, words=_NEMOTRON) or spelt
     if not steps:
         return []
     if kinds is None:

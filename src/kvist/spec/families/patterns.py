@@ -10,17 +10,15 @@ from typing import Any
 
 from kvist.errors import BadFile, UnsupportedModel
 from kvist.spec.config_keys import ConfigKeys
-from kvist.spec.families.reading import FULL, SLIDING, Reader, Reading, Size, class_default, count_of_layers
+from kvist.spec.families.reading import FULL, Reader, Reading, Size, class_default, count_of_layers
 from kvist.spec.foreign import refuse_foreign
 from kvist.spec.layers import Layer
 
 RECURRENT, BOTH, CONV, NONE = "recurrent", "both", "conv", "none"
 
 # What the published words mean, in the families that use them.
-WORDS = {
-    "full_attention": FULL, "attention": FULL, "attn": FULL, "sliding_attention": SLIDING,
-    "linear_attention": RECURRENT, "mamba": RECURRENT, "recurrent": RECURRENT,
-    "hybrid": BOTH, "conv": CONV, "mlp": NONE, "moe": NONE,
+PLAIN = {
+    "attention": FULL, "full_attention": FULL, "mamba": RECURRENT, "linear_attention": RECURRENT,
 }  # fmt: skip
 
 # A recurrence has no longest sequence; lengths up to this are planned where the file names none.
@@ -45,7 +43,7 @@ def section(keys: ConfigKeys, key: str) -> ConfigKeys:
     return inner
 
 
-def listed(keys: ConfigKeys, *names: str, layers: int | None, words: Mapping[str, str] = WORDS) -> list[str] | None:
+def listed(keys: ConfigKeys, *names: str, layers: int | None, words: Mapping[str, str] = PLAIN) -> list[str] | None:
     """Return the kinds that the first of these lists gives, one a layer; None where there is none of them.
 
     ``layers`` is their number where it is known otherwise.
@@ -167,6 +165,8 @@ def longest(keys: ConfigKeys, *aliases: str, default: int | None) -> int:
 def reading(keys: ConfigKeys, layers: Sequence[Layer], *, max_context: int, draft: Sequence[Layer] = ()) -> Reading:
     """Return what was read, once no key is left that means something else."""
     keys.stored_type()
+    if keys.get("use_sliding_window") is False:
+        own(keys, "sliding_window", "max_window_layers")
     refuse_foreign(keys)
     return Reading(
         layers=tuple(layers),
