@@ -8,9 +8,9 @@ from collections.abc import Callable
 from kvist.spec.parameters.inventory import Inventory, Keys, Network
 
 
-def _block(
+def _blocks(
     net: Network,
-    index: int,
+    layers: int,
     *,
     hidden: int,
     heads: int,
@@ -23,17 +23,18 @@ def _block(
     norms: int = 2,
     norm_bias: bool = True,
 ) -> None:
-    """One layer: fused projections, two feed-forward matrices, norms."""
-    net.enter(f"layers.{index}.attn", layer=index, block="attention")
+    """All layers: projections, two feed-forward matrices, norms."""
+    net.layer("layers.#", range(layers))
+    net.part("attn", block="attention")
     net.linear("q_proj", heads * head_dim, hidden, bias=attention_bias, units=heads)
     net.linear("k_proj", kv_heads * head_dim, hidden, bias=attention_bias, units=kv_heads)
     net.linear("v_proj", kv_heads * head_dim, hidden, bias=attention_bias, units=kv_heads)
     out = attention_bias if out_bias is None else out_bias
     net.linear("o_proj", hidden, heads * head_dim, bias=out, units=heads, rows=True)
-    net.enter(f"layers.{index}.mlp", layer=index, block="mlp")
+    net.part("mlp", block="mlp")
     net.linear("up_proj", inner, hidden, bias=mlp_bias, units=inner)
     net.linear("down_proj", hidden, inner, bias=mlp_bias, units=inner, rows=True)
-    net.enter(f"layers.{index}", layer=index, block="norm")
+    net.part("", block="norm")
     for number in range(norms):
         net.norm(f"norm_{number + 1}", hidden, bias=norm_bias)
 
@@ -47,11 +48,10 @@ def _gpt2(keys: Keys) -> Inventory:
     net = Network()
     net.add("wte", vocab, hidden, role="embedding", units=vocab)
     net.add("wpe", keys.whole("n_positions", "max_position_embeddings"), hidden, role="embedding")
-    for index in range(layers):
-        _block(
-            net, index, hidden=hidden, heads=heads, kv_heads=1 if one else heads, head_dim=hidden // heads, inner=inner
-        )
-    net.enter("")
+    _blocks(
+        net, layers, hidden=hidden, heads=heads, kv_heads=1 if one else heads, head_dim=hidden // heads, inner=inner
+    )
+    net.outside()
     net.norm("ln_f", hidden, bias=True)
     return _with_head(net, keys, vocab, hidden, tied=True)
 
@@ -62,12 +62,17 @@ def _gpt_neox(keys: Keys) -> Inventory:
     heads, bias = keys.whole("num_attention_heads", least=1), keys.flag("attention_bias", default=True)
     net = Network()
     net.add("embed_in", vocab, hidden, role="embedding", units=vocab)
-    for index in range(keys.whole("num_hidden_layers")):
-        _block(
-            net, index, hidden=hidden, heads=heads, kv_heads=heads, head_dim=hidden // heads,
-            inner=keys.whole("intermediate_size"), attention_bias=bias,
-        )  # fmt: skip
-    net.enter("")
+    _blocks(
+        net,
+        keys.whole("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        inner=keys.whole("intermediate_size"),
+        attention_bias=bias,
+    )
+    net.outside()
     net.norm("final_layer_norm", hidden, bias=True)
     return _with_head(net, keys, vocab, hidden, tied=False)
 
@@ -77,12 +82,18 @@ def _gptj(keys: Keys) -> Inventory:
     hidden, vocab, heads = keys.whole("n_embd"), keys.whole("vocab_size"), keys.whole("n_head", least=1)
     net = Network()
     net.add("wte", vocab, hidden, role="embedding", units=vocab)
-    for index in range(keys.whole("n_layer")):
-        _block(
-            net, index, hidden=hidden, heads=heads, kv_heads=heads, head_dim=hidden // heads,
-            inner=keys.whole("n_inner", default=4 * hidden), attention_bias=False, norms=1,
-        )  # fmt: skip
-    net.enter("")
+    _blocks(
+        net,
+        keys.whole("n_layer"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        inner=keys.whole("n_inner", default=4 * hidden),
+        attention_bias=False,
+        norms=1,
+    )
+    net.outside()
     net.norm("ln_f", hidden, bias=True)
     net.add("lm_head.bias", vocab, units=vocab)
     return _with_head(net, keys, vocab, hidden, tied=False)
@@ -100,13 +111,19 @@ def _opt(keys: Keys) -> Inventory:
     if width != hidden:
         net.linear("project_in", hidden, width)
         net.linear("project_out", width, hidden)
-    for index in range(keys.whole("num_hidden_layers")):
-        _block(
-            net, index, hidden=hidden, heads=heads, kv_heads=heads, head_dim=hidden // heads,
-            inner=keys.whole("ffn_dim", "intermediate_size"), attention_bias=bias, mlp_bias=bias,
-            norms=2 if affine else 0,
-        )  # fmt: skip
-    net.enter("")
+    _blocks(
+        net,
+        keys.whole("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        inner=keys.whole("ffn_dim", "intermediate_size"),
+        attention_bias=bias,
+        mlp_bias=bias,
+        norms=2 if affine else 0,
+    )
+    net.outside()
     if keys.flag("do_layer_norm_before", default=True) and not keys.flag("_remove_final_layer_norm", default=False):
         net.norm("final_layer_norm", hidden if affine else 0, bias=True)
     return _with_head(net, keys, vocab, width, tied=True)
@@ -119,9 +136,16 @@ def _bloom(keys: Keys) -> Inventory:
     net = Network()
     net.add("word_embeddings", vocab, hidden, role="embedding", units=vocab)
     net.norm("word_embeddings_layernorm", hidden, bias=True)
-    for index in range(keys.whole("n_layer", "num_hidden_layers")):
-        _block(net, index, hidden=hidden, heads=heads, kv_heads=heads, head_dim=hidden // heads, inner=4 * hidden)
-    net.enter("")
+    _blocks(
+        net,
+        keys.whole("n_layer", "num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        inner=4 * hidden,
+    )
+    net.outside()
     net.norm("ln_f", hidden, bias=True)
     return _with_head(net, keys, vocab, hidden, tied=True)
 
@@ -134,13 +158,19 @@ def _mpt(keys: Keys) -> Inventory:
         raise keys.unknown("no_bias is false", "no_bias")
     net = Network()
     net.add("wte", vocab, hidden, role="embedding", units=vocab)
-    for index in range(keys.whole("n_layers", "num_hidden_layers")):
-        _block(
-            net, index, hidden=hidden, heads=heads, kv_heads=heads, head_dim=hidden // heads,
-            inner=keys.whole("expansion_ratio", default=4) * hidden, attention_bias=False, mlp_bias=False,
-            norm_bias=False,
-        )  # fmt: skip
-    net.enter("")
+    _blocks(
+        net,
+        keys.whole("n_layers", "num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        inner=keys.whole("expansion_ratio", default=4) * hidden,
+        attention_bias=False,
+        mlp_bias=False,
+        norm_bias=False,
+    )
+    net.outside()
     net.norm("norm_f", hidden)
     return _with_head(net, keys, vocab, hidden, tied=True)
 
@@ -157,12 +187,19 @@ def _falcon(keys: Keys) -> Inventory:
         norms = 2
     net = Network()
     net.add("word_embeddings", vocab, hidden, role="embedding", units=vocab)
-    for index in range(keys.whole("num_hidden_layers", "n_layer")):
-        _block(
-            net, index, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=hidden // heads,
-            inner=keys.whole("ffn_hidden_size", default=4 * hidden), attention_bias=bias, mlp_bias=bias, norms=norms,
-        )  # fmt: skip
-    net.enter("")
+    _blocks(
+        net,
+        keys.whole("num_hidden_layers", "n_layer"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        inner=keys.whole("ffn_hidden_size", default=4 * hidden),
+        attention_bias=bias,
+        mlp_bias=bias,
+        norms=norms,
+    )
+    net.outside()
     net.norm("ln_f", hidden, bias=True)
     return _with_head(net, keys, vocab, hidden, tied=True)
 

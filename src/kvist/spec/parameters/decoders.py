@@ -7,7 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from kvist.spec.layers import Layer
 from kvist.spec.parameters.inventory import Inventory, Keys, Network
+
+_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 # A constant, or a key of the configuration and what is meant where it is left out.
 Switch = bool | tuple[str, bool]
@@ -36,7 +39,8 @@ class Style:
         tied: whether the head is the embedding table where the configuration does not say.
         attention: adds the attention of a layer, where it is not grouped-query attention.
         feed_forward: adds the feed-forward part, where it is not an MLP.
-        layer_extra: adds what else a layer has.
+        dense: which layers have an MLP all the same.
+        extra: adds what else a layer has.
     """
 
     qkv_bias: Switch = False
@@ -51,32 +55,31 @@ class Style:
     head_bias: Switch = False
     tied: bool = False
     attention: Callable[[Network, Keys, "Style", int], None] | None = None
-    feed_forward: Callable[[Network, Keys, "Style", int], None] | None = None
-    layer_extra: Callable[[Network, Keys, int], None] | None = None
+    feed_forward: Callable[[Network, Keys, "Style"], None] | None = None
+    dense: Callable[[Keys, int], bool] | None = None
+    extra: Callable[[Network], None] | None = None
 
 
-def decoder(keys: Keys, style: Style, *, layers: int | None = None) -> Inventory:
-    """Embeddings, layers, final norm and head, under Llama's names."""
+def decoder(keys: Keys, style: Style) -> Inventory:
+    """Embeddings, layers, final norm and head, under Llama's names; layers that are alike are listed once."""
     hidden, vocab = keys.whole("hidden_size", least=1), keys.whole("vocab_size", least=1)
-    layers = keys.whole("num_hidden_layers", least=1) if layers is None else layers
     net = Network()
-    net.enter("model")
+    net.outside("model")
     net.add("embed_tokens", vocab, hidden, role="embedding", units=vocab)
-    for index in range(layers):
-        prefix = f"model.layers.{index}"
-        net.enter(f"{prefix}.self_attn", layer=index, block="attention")
-        (style.attention or grouped_attention)(net, keys, style, index)
-        net.enter(f"{prefix}.mlp", layer=index, block="mlp")
-        (style.feed_forward or dense_mlp)(net, keys, style, index)
-        net.enter(prefix, layer=index, block="norm")
+    alike: dict[tuple[Layer, bool], list[int]] = {}
+    for index, memory in enumerate(keys.layers):
+        alike.setdefault((memory, style.dense is not None and style.dense(keys, index)), []).append(index)
+    for (_, dense), indices in alike.items():
+        net.layer("model.layers.#", indices)
+        net.part("self_attn", block="attention")
+        (style.attention or grouped_attention)(net, keys, style, indices[0])
+        net.part("mlp", block="mlp")
+        (dense_mlp if dense or style.feed_forward is None else style.feed_forward)(net, keys, style)
+        net.part("", block="norm")
         for number in range(style.norms):
-            net.norm(
-                ("input_layernorm", "post_attention_layernorm", "norm_3", "norm_4")[number],
-                hidden,
-                bias=style.norm_bias,
-            )
-        if style.layer_extra is not None:
-            style.layer_extra(net, keys, index)
+            net.norm(_NORMS[number], hidden, bias=style.norm_bias)
+        if style.extra is not None:
+            style.extra(net)
     return finish(net, keys, style)
 
 
@@ -84,10 +87,10 @@ def finish(net: Network, keys: Keys, style: Style) -> Inventory:
     """Final norm and head."""
     hidden, vocab = keys.whole("hidden_size"), keys.whole("vocab_size")
     tied = keys.flag("tie_word_embeddings", default=style.tied)
-    net.enter("model")
+    net.outside("model")
     if style.final_norm:
         net.norm("norm", hidden, bias=style.norm_bias)
-    net.enter("")
+    net.outside()
     if not tied:
         net.add("lm_head", vocab, hidden, role="head", units=vocab)
     if switched(keys, style.head_bias):
@@ -139,17 +142,19 @@ def project(
                 net.norm(name, count * width, units=count)
 
 
-def dense_mlp(net: Network, keys: Keys, style: Style, index: int) -> None:
+def dense_mlp(net: Network, keys: Keys, style: Style) -> None:
     """A gate and an up projection, or the latter alone, and a down projection."""
     mlp(net, keys.whole("hidden_size"), keys.whole("intermediate_size"), keys, style)
 
 
-def mlp(net: Network, hidden: int, width: int, keys: Keys, style: Style, *, copies: int = 1, used: int = 1) -> None:
+def mlp(
+    net: Network, hidden: int, width: int, keys: Keys, style: Style, *, within: str = "", copies: int = 1, used: int = 1
+) -> None:
     """Add ``copies`` feed-forward networks of ``width``, of which a token passes through ``used``."""
     bias = switched(keys, style.mlp_bias)
     for name in ("gate_proj", "up_proj") if style.gated else ("up_proj",):
-        net.linear(name, width, hidden, bias=bias, units=width, copies=copies, used=used)
-    net.linear("down_proj", hidden, width, bias=bias, units=width, copies=copies, used=used, rows=True)
+        net.linear(within + name, width, hidden, bias=bias, units=width, copies=copies, used=used)
+    net.linear(f"{within}down_proj", hidden, width, bias=bias, units=width, copies=copies, used=used, rows=True)
 
 
 def _parallel_norms(style: Style) -> Callable[[Keys], Inventory]:
@@ -163,7 +168,7 @@ def _of(style: Style) -> Callable[[Keys], Inventory]:
     return lambda keys: decoder(keys, style)
 
 
-def _xielu(net: Network, keys: Keys, index: int) -> None:
+def _xielu(net: Network) -> None:
     """The two learned numbers of Apertus' activation, and the two fixed ones stored beside them."""
     net.add("mlp.act_fn", 4)
 
@@ -177,7 +182,7 @@ _GEMMA = Style(qkv_bias=_ATTENTION_BIAS, out_bias=_ATTENTION_BIAS, tied=True)
 _STARCODER = ("use_bias", True)
 
 DECODERS: dict[str, Callable[[Keys], Inventory]] = {
-    "apertus": _of(replace(_LLAMA, gated=False, query_norm="head", layer_extra=_xielu)),
+    "apertus": _of(replace(_LLAMA, gated=False, query_norm="head", extra=_xielu)),
     "arcee": _of(replace(_LLAMA, gated=False)),
     "baichuan": _of(Style()),
     "cohere": _of(replace(_GEMMA, norms=1, query_norm="heads", query_norm_if=("use_qk_norm", False))),

@@ -7,7 +7,8 @@ the family's classes in transformers; names are those of the published checkpoin
 from collections.abc import Callable
 from dataclasses import replace
 
-from kvist.spec.parameters.decoders import Heads, Style, decoder, dense_mlp, grouped_attention, mlp, project, switched
+from kvist.spec.layers import Attention
+from kvist.spec.parameters.decoders import Heads, Style, decoder, finish, grouped_attention, mlp, project, switched
 from kvist.spec.parameters.inventory import Inventory, Keys, Network
 
 _COUNT = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -49,16 +50,11 @@ def experts(
     if correction:
         net.add(f"{router}.e_score_correction_bias", count)
     style = Style(mlp_bias=expert_bias)
-    with_experts = Network()
-    with_experts.enter(f"{net.prefix}experts.*", layer=net.layer, block=net.block)
-    mlp(with_experts, hidden, width, keys, style, copies=count, used=used)
+    mlp(net, hidden, width, keys, style, within="experts.*.", copies=count, used=used)
     if shared:
-        with_experts.enter(f"{net.prefix}{shared_name}", layer=net.layer, block=net.block)
-        mlp(with_experts, hidden, shared, keys, replace(style, mlp_bias=False))
+        mlp(net, hidden, shared, keys, replace(style, mlp_bias=False), within=f"{shared_name}.")
         if shared_gate:
-            with_experts.enter(net.prefix.removesuffix("."), layer=net.layer, block=net.block)
-            with_experts.linear(f"{shared_name}_gate", 1, hidden, role="router")
-    net.tensors.extend(with_experts.tensors)
+            net.linear(f"{shared_name}_gate", 1, hidden, role="router")
 
 
 def latent_attention(net: Network, keys: Keys, style: Style, index: int) -> None:
@@ -94,7 +90,7 @@ def indexed_latent_attention(net: Network, keys: Keys, style: Style, index: int)
     net.linear("indexer.weights_proj", heads, hidden, role="router")
 
 
-def _is_dense(keys: Keys, index: int) -> bool:
+def _first_dense(keys: Keys, index: int) -> bool:
     if "mlp_layer_types" in keys:
         return bool(keys.listed("mlp_layer_types", index + 1)[index] == "dense")
     every = keys.whole("moe_layer_freq", default=1, least=1)
@@ -104,33 +100,25 @@ def _is_dense(keys: Keys, index: int) -> bool:
 def _deepseek(*, correction: bool, style: Style) -> Callable[[Keys], Inventory]:
     """Dense layers first, then experts and shared ones of the same width."""
 
-    def feed_forward(net: Network, keys: Keys, style: Style, index: int) -> None:
-        if _is_dense(keys, index):
-            dense_mlp(net, keys, style, index)
-        else:
-            width = keys.whole("moe_intermediate_size")
-            experts(net, keys, correction=correction, shared=width * keys.whole("n_shared_experts", default=0))
+    def feed_forward(net: Network, keys: Keys, style: Style) -> None:
+        width = keys.whole("moe_intermediate_size")
+        experts(net, keys, correction=correction, shared=width * keys.whole("n_shared_experts", default=0))
 
-    return lambda keys: decoder(keys, replace(style, feed_forward=feed_forward))
+    return lambda keys: decoder(keys, replace(style, feed_forward=feed_forward, dense=_first_dense))
 
 
-def _mixtral(net: Network, keys: Keys, style: Style, index: int) -> None:
-    net.enter(f"model.layers.{index}.block_sparse_moe", layer=index, block="mlp")
+def _mixtral(net: Network, keys: Keys, style: Style) -> None:
+    net.part("block_sparse_moe", block="mlp")
     experts(net, keys, width=keys.whole("intermediate_size"))
 
 
-def _minimax_m2(net: Network, keys: Keys, style: Style, index: int) -> None:
-    net.enter(f"model.layers.{index}.block_sparse_moe", layer=index, block="mlp")
+def _minimax_m2(net: Network, keys: Keys, style: Style) -> None:
+    net.part("block_sparse_moe", block="mlp")
     experts(net, keys, width=keys.whole("intermediate_size"), correction=True)
 
 
-def qwen_experts(net: Network, keys: Keys, style: Style, index: int) -> None:
-    """Experts on every ``decoder_sparse_step``-th layer; Qwen2-MoE and Qwen3-Next share one expert, gated."""
-    dense = keys.get("mlp_only_layers", [])
-    step = keys.whole("decoder_sparse_step", default=1, least=1)
-    if index in dense or (index + 1) % step:
-        dense_mlp(net, keys, style, index)
-        return
+def qwen_experts(net: Network, keys: Keys, style: Style) -> None:
+    """Experts; Qwen2-MoE and Qwen3-Next share one, gated."""
     shared = keys.whole("shared_expert_intermediate_size", default=0)
     experts(
         net, keys, width=keys.whole("moe_intermediate_size"), shared=shared, shared_name="shared_expert",
@@ -138,16 +126,22 @@ def qwen_experts(net: Network, keys: Keys, style: Style, index: int) -> None:
     )  # fmt: skip
 
 
-def _plain(net: Network, keys: Keys, style: Style, index: int) -> None:
+def qwen_dense(keys: Keys, index: int) -> bool:
+    """MLPs on the layers that are listed, and on all but every ``decoder_sparse_step``-th."""
+    step = keys.whole("decoder_sparse_step", default=1, least=1)
+    return index in keys.get("mlp_only_layers", []) or (index + 1) % step != 0
+
+
+def _plain(net: Network, keys: Keys, style: Style) -> None:
     experts(net, keys)
 
 
-def _granite(net: Network, keys: Keys, style: Style, index: int) -> None:
-    net.enter(f"model.layers.{index}.block_sparse_moe", layer=index, block="mlp")
+def _granite(net: Network, keys: Keys, style: Style) -> None:
+    net.part("block_sparse_moe", block="mlp")
     experts(net, keys, router="router", width=keys.whole("intermediate_size"))
     shared = keys.whole("shared_intermediate_size", default=0)
     if shared:
-        net.enter(f"model.layers.{index}.shared_mlp", layer=index, block="mlp")
+        net.part("shared_mlp", block="mlp")
         mlp(net, keys.whole("hidden_size"), shared, keys, Style())
 
 
@@ -157,36 +151,43 @@ def _gpt_oss_attention(net: Network, keys: Keys, style: Style, index: int) -> No
     net.add("sinks", keys.whole("num_attention_heads"), units=keys.whole("num_attention_heads"))
 
 
-def _gpt_oss(net: Network, keys: Keys, style: Style, index: int) -> None:
+def _gpt_oss(net: Network, keys: Keys, style: Style) -> None:
     experts(net, keys, router="router", router_bias=True, expert_bias=True, width=keys.whole("intermediate_size"))
 
 
-def _llama4(net: Network, keys: Keys, style: Style, index: int) -> None:
-    """Experts and a shared one on every ``interleave_moe_layer_step``-th layer."""
-    listed = keys.get("moe_layers")
-    step = keys.whole("interleave_moe_layer_step", default=1, least=1)
-    net.enter(f"model.layers.{index}.feed_forward", layer=index, block="mlp")
-    if index in listed if isinstance(listed, list) else not (index + 1) % step:
+def _llama4(keys: Keys) -> Inventory:
+    """Experts and a shared one on every ``interleave_moe_layer_step``-th layer; MLPs have a width of their own."""
+    with_mlp = Keys({**keys.config, "intermediate_size": keys.get("intermediate_size_mlp")}, keys.layers)
+
+    def feed_forward(net: Network, _: Keys, style: Style) -> None:
+        net.part("feed_forward", block="mlp")
         width = keys.whole("intermediate_size")
         experts(net, keys, router="router", width=width, shared=width, shared_name="shared_expert")
-    else:
-        mlp(net, keys.whole("hidden_size"), keys.whole("intermediate_size_mlp"), keys, Style())
+
+    def dense(_: Keys, index: int) -> bool:
+        listed = keys.get("moe_layers")
+        if isinstance(listed, list):
+            return index not in listed
+        return (index + 1) % keys.whole("interleave_moe_layer_step", default=1, least=1) != 0
+
+    return decoder(with_mlp, replace(_BIASED, feed_forward=feed_forward, dense=dense))
 
 
-def _ernie(net: Network, keys: Keys, style: Style, index: int) -> None:
+def _ernie(net: Network, keys: Keys, style: Style) -> None:
+    shared = keys.whole("moe_intermediate_size") * keys.whole("moe_num_shared_experts", default=0)
+    experts(net, keys, correction=True, expert_bias=switched(keys, style.mlp_bias), shared=shared)
+
+
+def _ernie_dense(keys: Keys, index: int) -> bool:
     first, last = keys.whole("moe_layer_start_index", default=1), keys.get("moe_layer_end_index", -1)
-    last = keys.whole("num_hidden_layers") - 1 if last == -1 else last
-    if first <= index <= last and not (index + 1) % keys.whole("moe_layer_interval", default=1, least=1):
-        width = keys.whole("moe_intermediate_size")
-        shared = width * keys.whole("moe_num_shared_experts", default=0)
-        experts(net, keys, correction=True, expert_bias=switched(keys, style.mlp_bias), shared=shared)
-    else:
-        dense_mlp(net, keys, style, index)
+    last = len(keys.layers) - 1 if last == -1 else last
+    return not first <= index <= last or (index + 1) % keys.whole("moe_layer_interval", default=1, least=1) != 0
 
 
-def _hunyuan(net: Network, keys: Keys, style: Style, index: int) -> None:
+def _hunyuan(net: Network, keys: Keys, style: Style) -> None:
+    """Experts and a shared one; how many are chosen may be listed by layer, and then the first counts."""
     used = keys.get("moe_topk", 1)
-    used = used[index] if isinstance(used, list) else used
+    used = used[0] if isinstance(used, list) else used
     width = keys.whole("intermediate_size")
     experts(
         net, Keys({**keys.config, "num_experts_per_tok": used}), width=width, shared=width, shared_name="shared_mlp"
@@ -203,86 +204,66 @@ def _dbrx(keys: Keys) -> Inventory:
             "model_type": "dbrx",
             "hidden_size": hidden,
             "vocab_size": keys.whole("vocab_size"),
-            "num_hidden_layers": keys.whole("n_layers"),
             "num_attention_heads": heads,
             "num_key_value_heads": attention.whole("kv_n_heads", least=1),
             "moe_num_experts": feed_forward.whole("moe_num_experts", least=1),
             "moe_topk": feed_forward.whole("moe_top_k", least=1),
             "intermediate_size": feed_forward.whole("ffn_hidden_size"),
             "tie_word_embeddings": keys.flag("tie_word_embeddings", default=False),
-        }
+        },
+        keys.layers,
     )
     return decoder(flat, Style(feed_forward=_plain))
 
 
 def _mimo_attention(net: Network, keys: Keys, style: Style, index: int) -> None:
-    """MiMo-V2: sliding layers have twice the KV heads and a sink a head; values are narrower than keys."""
-    sliding = _is_sliding(keys, index)
+    """MiMo-V2: sliding layers have KV heads of their own and a sink a head; values are narrower than keys."""
+    memory = keys.layers[index]
+    if not isinstance(memory, Attention):
+        raise keys.unknown(f"layer {index} has no keys and values", "layer_types")
+    sliding = memory.window is not None
     query = keys.whole("num_attention_heads", least=1)
-    kv = keys.whole("num_key_value_heads", least=1)
-    width, value = keys.whole("head_dim"), keys.whole("v_head_dim", default=keys.whole("head_dim"))
     if sliding:
         query = keys.whole("swa_num_attention_heads", default=query)
-        kv = keys.whole("swa_num_key_value_heads", default=2 * kv)
-        width = keys.whole("swa_head_dim", default=width)
-        value = keys.whole("swa_v_head_dim", default=value)
-    heads = Heads(query=query, kv=kv, width=width)
-    project(net, keys.whole("hidden_size"), heads, keys, style, value_width=value)
-    with_sink = "add_swa_attention_sink_bias" if sliding else "add_full_attention_sink_bias"
-    if keys.flag(with_sink, default=sliding):
+    heads = Heads(query=query, kv=memory.kv_heads, width=memory.key_dim)
+    project(net, keys.whole("hidden_size"), heads, keys, style, value_width=memory.value_dim)
+    if keys.flag("add_swa_attention_sink_bias" if sliding else "add_full_attention_sink_bias", default=sliding):
         net.add("attention_sink_bias", query, units=query)
 
 
-def _is_sliding(keys: Keys, index: int) -> bool:
-    if "layer_types" in keys:
-        return bool(keys.listed("layer_types", keys.whole("num_hidden_layers"))[index] == "sliding_attention")
-    return bool(keys.listed("hybrid_layer_pattern", keys.whole("num_hidden_layers"))[index])
+def _mimo(net: Network, keys: Keys, style: Style) -> None:
+    experts(net, keys, correction=True, width=keys.whole("moe_intermediate_size"))
 
 
-def _mimo(net: Network, keys: Keys, style: Style, index: int) -> None:
-    layers = keys.whole("num_hidden_layers")
+def _mimo_dense(keys: Keys, index: int) -> bool:
     if "mlp_layer_types" in keys:
-        sparse = keys.listed("mlp_layer_types", layers)[index] == "sparse"
-    else:
-        sparse = bool(keys.listed("moe_layer_freq", layers)[index])
-    if sparse:
-        experts(net, keys, correction=True, width=keys.whole("moe_intermediate_size"))
-    else:
-        dense_mlp(net, keys, style, index)
+        return bool(keys.listed("mlp_layer_types", len(keys.layers))[index] == "dense")
+    return not keys.listed("moe_layer_freq", len(keys.layers))[index]
 
 
 def _longcat(keys: Keys) -> Inventory:
     """LongCat-Flash: a layer has two attentions, two MLPs and experts, of which some are identities."""
     hidden, vocab = keys.whole("hidden_size"), keys.whole("vocab_size")
     net = Network()
-    net.enter("model")
+    net.outside("model")
     net.add("embed_tokens", vocab, hidden, role="embedding", units=vocab)
-    for index in range(keys.whole("num_layers")):
-        prefix = f"model.layers.{index}"
-        for part in range(2):
-            net.enter(f"{prefix}.self_attn.{part}", layer=index, block=f"attention {part}")
-            latent_attention(net, keys, Style(qkv_bias=_BIAS, out_bias=_BIAS), index)
-            net.enter(f"{prefix}.mlps.{part}", layer=index, block=f"mlp {part}")
-            mlp(net, hidden, keys.whole("ffn_hidden_size"), keys, Style())
-            net.enter(prefix, layer=index, block="norm")
-            net.norm(f"input_layernorm.{part}", hidden)
-            net.norm(f"post_attention_layernorm.{part}", hidden)
-        net.enter(f"{prefix}.mlp", layer=index, block="experts")
-        real, idle = keys.whole("n_routed_experts", least=1), keys.whole("zero_expert_num", default=0)
-        net.linear(
-            "router.classifier", real + idle, hidden, bias=keys.flag("router_bias", default=False), role="router"
-        )
-        net.add("router.e_score_correction_bias", real + idle)
-        net.enter(f"{prefix}.mlp.experts.*", layer=index, block="experts")
-        used = keys.whole("moe_topk", least=1)
-        mlp(net, hidden, keys.whole("expert_ffn_hidden_size"), keys, Style(), copies=real, used=used)
-    net.enter("model")
-    net.norm("norm", hidden)
-    tied = keys.flag("tie_word_embeddings", default=False)
-    if not tied:
-        net.enter("")
-        net.add("lm_head", vocab, hidden, role="head", units=vocab)
-    return net.inventory(tied=tied)
+    net.layer("model.layers.#", range(keys.whole("num_layers")))
+    for half in ("0", "1"):
+        net.part(f"self_attn.{half}", block=f"attention {half}")
+        latent_attention(net, keys, _BIASED, 0)
+        net.part(f"mlps.{half}", block=f"mlp {half}")
+        mlp(net, hidden, keys.whole("ffn_hidden_size"), keys, Style())
+        net.part("", block="norm")
+        net.norm(f"input_layernorm.{half}", hidden)
+        net.norm(f"post_attention_layernorm.{half}", hidden)
+    net.part("mlp", block="experts")
+    real, idle = keys.whole("n_routed_experts", least=1), keys.whole("zero_expert_num", default=0)
+    bias = keys.flag("router_bias", default=False)
+    net.linear("router.classifier", real + idle, hidden, bias=bias, role="router")
+    net.add("router.e_score_correction_bias", real + idle)
+    width, used = keys.whole("expert_ffn_hidden_size"), keys.whole("moe_topk", least=1)
+    mlp(net, hidden, width, keys, Style(), within="experts.*.", copies=real, used=used)
+    return finish(net, keys, Style())
 
 
 def _of(style: Style) -> Callable[[Keys], Inventory]:
@@ -304,7 +285,15 @@ EXPERTS: dict[str, Callable[[Keys], Inventory]] = {
     "deepseek_v32": _SPARSE,
     "dots1": _deepseek(correction=True, style=replace(_BIASED, query_norm="head")),
     "ernie4_5_moe": _of(
-        Style(qkv_bias=_ERNIE, out_bias=_ERNIE, mlp_bias=_ERNIE, head_bias=_ERNIE, tied=True, feed_forward=_ernie)
+        Style(
+            qkv_bias=_ERNIE,
+            out_bias=_ERNIE,
+            mlp_bias=_ERNIE,
+            head_bias=_ERNIE,
+            tied=True,
+            feed_forward=_ernie,
+            dense=_ernie_dense,
+        )
     ),
     "glm4_moe": _deepseek(
         correction=True, style=Style(qkv_bias=_BIAS, query_norm="head", query_norm_if=("use_qk_norm", False))
@@ -323,13 +312,13 @@ EXPERTS: dict[str, Callable[[Keys], Inventory]] = {
     "granitemoeshared": _of(replace(_BIASED, feed_forward=_granite)),
     "hunyuan_v1_moe": _of(replace(_BIASED, query_norm="head", feed_forward=_hunyuan)),
     "kimi_k2": _DEEPSEEK,
-    "llama4_text": _of(replace(_BIASED, feed_forward=_llama4)),
+    "llama4_text": _llama4,
     "longcat_flash": _longcat,
-    "mimo_v2_flash": _of(Style(qkv_bias=_BIAS, attention=_mimo_attention, feed_forward=_mimo)),
+    "mimo_v2_flash": _of(Style(qkv_bias=_BIAS, attention=_mimo_attention, feed_forward=_mimo, dense=_mimo_dense)),
     "minimax_m2": _of(Style(query_norm="full", query_norm_if=("use_qk_norm", True), feed_forward=_minimax_m2)),
     "mixtral": _of(Style(feed_forward=_mixtral)),
     "olmoe": _of(replace(_BIASED, query_norm="full", feed_forward=_plain)),
     "phimoe": _of(replace(_BIASED, norm_bias=True, head_bias=("lm_head_bias", False), feed_forward=_mixtral)),
-    "qwen2_moe": _of(Style(qkv_bias=("qkv_bias", True), feed_forward=qwen_experts)),
-    "qwen3_moe": _of(replace(_BIASED, query_norm="head", feed_forward=qwen_experts)),
+    "qwen2_moe": _of(Style(qkv_bias=("qkv_bias", True), feed_forward=qwen_experts, dense=qwen_dense)),
+    "qwen3_moe": _of(replace(_BIASED, query_norm="head", feed_forward=qwen_experts, dense=qwen_dense)),
 }

@@ -18,26 +18,26 @@ Role = Literal["embedding", "head", "linear", "router", "norm", "other"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tensor:
-    """Tensors of one shape in one module.
+    """Tensors of one shape and place: one in each of some layers, or one for each expert of these.
 
     Attributes:
-        name: of the module in the published checkpoint, such as ``model.layers.0.self_attn.q_proj``; a ``*`` stands
-            for the number of each of several ``copies``.
+        name: of the module in the published checkpoint, such as ``model.layers.#.self_attn.q_proj``; a ``#`` stands
+            for the number of the layer, a ``*`` for that of the expert.
         shape: of one, ``[out, in]`` where it is a matrix.
         role: ``linear`` is what quantisers work on; ``router``, ``norm`` and ``other`` (biases, sinks, states,
             convolutions) they leave alone.
-        layer: index of its decoder layer; None outside of them.
+        layers: indices of the decoder layers that have it; none for what lies outside of them.
         block: the part of the layer, such as ``attention`` or ``mlp``.
         units: pieces that tensor parallelism may deal out: heads, experts' widths, words; 1 where each rank holds
             all of it.
         copies: experts of this shape.
-        used: of them, those that one token passes through; 0 where it only looks a row up.
+        used: of them, those that one token passes through.
     """
 
     name: str
     shape: tuple[int, ...]
     role: Role
-    layer: int | None = None
+    layers: tuple[int, ...] = ()
     block: str = ""
     units: int = 1
     copies: int = 1
@@ -45,12 +45,35 @@ class Tensor:
 
     @property
     def elements(self) -> int:
-        """Of all copies."""
+        """In one layer, of all copies."""
         return self.copies * prod(self.shape)
 
-    def rank_elements(self, ranks: int) -> int:
-        """Elements on the fullest of ``ranks``; where there are fewer units than ranks, units are replicated."""
-        return self.elements * -(-self.units // ranks) // self.units
+    @property
+    def active(self) -> int:
+        """Elements in one layer with which a token is multiplied; an embedding is looked up instead."""
+        return 0 if self.role == "embedding" else self.used * prod(self.shape)
+
+    @property
+    def times(self) -> int:
+        """How often it is there."""
+        return len(self.layers) or 1
+
+    def share(self, count: int, ranks: int) -> int:
+        """Of ``count`` (elements, bytes) what the fullest of ``ranks`` has; too few units are replicated."""
+        return -(-count * -(-self.units // ranks) // self.units)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placed:
+    """A tensor, and the layers of a pipeline stage that have it; none for one outside of layers."""
+
+    tensor: Tensor
+    layers: tuple[int, ...]
+
+    @property
+    def times(self) -> int:
+        """How often the stage has it."""
+        return len(self.layers) or 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,47 +82,48 @@ class Inventory:
 
     Attributes:
         tensors: in the order of the network.
+        layers: decoder layers.
         tied: whether the output head is the embedding table, which is then listed once.
         beside: what the checkpoint holds beyond these weights, such as ``a vision tower``; not counted.
     """
 
     tensors: tuple[Tensor, ...]
+    layers: int
     tied: bool
     beside: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
         """How many there are."""
-        return sum(tensor.elements for tensor in self.tensors)
+        return sum(tensor.elements * tensor.times for tensor in self.tensors)
 
     @property
     def active_parameters(self) -> int:
         """Those that one token is multiplied with: no look-ups, of experts only the chosen ones, the head always."""
-        return sum(tensor.used * prod(tensor.shape) for tensor in self.tensors if tensor.role != "embedding") + (
-            self.head_parameters if self.tied else 0
-        )
+        active = sum(tensor.active * tensor.times for tensor in self.tensors)
+        return active + (self.table.elements if self.tied else 0)
 
     @property
-    def head_parameters(self) -> int:
-        """Of the output head, be it the embedding table or not."""
-        wanted = "embedding" if self.tied else "head"
-        return max((tensor.elements for tensor in self.tensors if tensor.role == wanted), default=0)
+    def table(self) -> Tensor:
+        """The embedding table of tokens."""
+        return next(tensor for tensor in self.tensors if tensor.role == "embedding")
 
-    def of_layers(self, first: int, end: int, layers: int) -> Iterator[Tensor]:
-        """Tensors of the pipeline stage with the layers ``first`` to ``end``.
+    def stage(self, first: int, end: int) -> Iterator[Placed]:
+        """What the pipeline stage with the layers ``first`` to ``end`` holds.
 
-        The first stage has the embeddings, the last the final norm and the head (and the table once more where it
-        serves as head).
+        The first stage has the embeddings; the last has the final norm and the head, and once more the table where
+        that is the head.
         """
+        opens, closes = first == 0, end == self.layers
         for tensor in self.tensors:
-            if tensor.layer is not None:
-                if first <= tensor.layer < end:
-                    yield tensor
-            elif tensor.role == "embedding":
-                if first == 0 or (self.tied and end == layers):
-                    yield tensor
-            elif end == layers:
-                yield tensor
+            if tensor.layers:
+                inside = tuple(index for index in tensor.layers if first <= index < end)
+                if inside:
+                    yield Placed(tensor=tensor, layers=inside)
+            elif opens if tensor.role == "embedding" else closes:
+                yield Placed(tensor=tensor, layers=())
+        if closes and self.tied and not opens:
+            yield Placed(tensor=self.table, layers=())
 
 
 class Keys:
@@ -165,17 +189,27 @@ class Keys:
 
 
 class Network:
-    """Gathers tensors; :meth:`enter` says where the following ones lie."""
+    """Gathers tensors; :meth:`outside`, :meth:`layer` and :meth:`part` say where the following ones lie."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        self.prefix = ""
-        self.layer: int | None = None
-        self.block = ""
+        self.count = 0
+        self._prefix = self._of_layer = self._block = ""
+        self._layers: tuple[int, ...] = ()
 
-    def enter(self, prefix: str, *, layer: int | None = None, block: str = "") -> None:
-        """Put what follows under ``prefix``."""
-        self.prefix, self.layer, self.block = f"{prefix}." if prefix else "", layer, block
+    def outside(self, prefix: str = "") -> None:
+        """Put what follows outside of the layers."""
+        self._prefix, self._layers, self._block = prefix and f"{prefix}.", (), ""
+
+    def layer(self, prefix: str, indices: Iterable[int]) -> None:
+        """Put what follows into each of these layers, whose names begin with ``prefix``."""
+        self._of_layer, self._layers = f"{prefix}.", tuple(indices)
+        self.count += len(self._layers)
+        self.part("", block="norm")
+
+    def part(self, name: str, *, block: str) -> None:
+        """Put what follows into a part of the layers, which computes beside or after the other ``blocks``."""
+        self._prefix, self._block = self._of_layer + (name and f"{name}."), block
 
     def add(
         self, name: str, *shape: int, role: Role = "other", units: int = 1, copies: int = 1, used: int | None = None
@@ -184,11 +218,11 @@ class Network:
         if prod(shape) and copies:
             self.tensors.append(
                 Tensor(
-                    name=self.prefix + name,
+                    name=self._prefix + name,
                     shape=shape,
                     role=role,
-                    layer=self.layer,
-                    block=self.block,
+                    layers=self._layers,
+                    block=self._block,
                     units=units,
                     copies=copies,
                     used=copies if used is None else used,
@@ -221,4 +255,4 @@ class Network:
 
     def inventory(self, *, tied: bool, beside: Iterable[str] = ()) -> Inventory:
         """Everything that was gathered."""
-        return Inventory(tensors=tuple(self.tensors), tied=tied, beside=tuple(beside))
+        return Inventory(tensors=tuple(self.tensors), layers=self.count, tied=tied, beside=tuple(beside))

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from kvist.spec.layers import Attention, Latent, State
 from kvist.spec.parameters.decoders import Style, decoder, dense_mlp, finish, grouped_attention, heads_of, mlp, project
-from kvist.spec.parameters.experts import experts, latent_attention, qwen_experts
+from kvist.spec.parameters.experts import experts, latent_attention, qwen_dense, qwen_experts
 from kvist.spec.parameters.inventory import Inventory, Keys, Network
 
 _Part = Callable[[Network, Keys], None]
@@ -109,7 +109,7 @@ def _gated_delta(net: Network, keys: Keys) -> None:
 def _qwen_next(net: Network, keys: Keys, style: Style, index: int) -> None:
     """Attention whose queries bring a gate as wide as themselves, or a gated delta net."""
     if not keys.keeps(index, Attention):
-        net.enter(f"model.layers.{index}.linear_attn", layer=index, block="attention")
+        net.part("linear_attn", block="attention")
         _gated_delta(net, keys)
         return
     heads, hidden = heads_of(keys), keys.whole("hidden_size")
@@ -118,32 +118,28 @@ def _qwen_next(net: Network, keys: Keys, style: Style, index: int) -> None:
         net.linear("q_proj.gate", heads.query * heads.width, hidden, units=heads.query)
 
 
-def _qwen_next_feed_forward(net: Network, keys: Keys, style: Style, index: int) -> None:
-    if keys.whole("num_experts", default=0):
-        qwen_experts(net, keys, style, index)
-    else:
-        dense_mlp(net, keys, style, index)
+def _qwen_next_dense(keys: Keys, index: int) -> bool:
+    return not keys.whole("num_experts", default=0) or qwen_dense(keys, index)
 
 
 def _only_mamba(keys: Keys) -> Inventory:
     """Mamba, Falcon-Mamba and Mamba-2: one norm and one mixer a layer."""
     hidden, vocab = keys.whole("hidden_size"), keys.whole("vocab_size")
     net = Network()
-    net.enter("backbone")
+    net.outside("backbone")
     net.add("embeddings", vocab, hidden, role="embedding", units=vocab)
-    for index in range(len(keys.layers)):
-        net.enter(f"backbone.layers.{index}.mixer", layer=index, block="attention")
-        if keys.family == "mamba2":
-            heads = keys.whole("num_heads", least=1)
-            _mamba2(
-                net, keys, heads=heads, head_dim=keys.whole("head_dim"), groups=keys.whole("n_groups"),
-                state=keys.whole("state_size"), kernel=keys.whole("conv_kernel"),
-                bias=keys.flag("use_bias", default=False), conv_bias=keys.flag("use_conv_bias", default=True),
-            )  # fmt: skip
-        else:
-            _mamba1(net, keys, names="", norms=False, biases=("use_bias", "use_conv_bias"))
-        net.enter(f"backbone.layers.{index}", layer=index, block="norm")
-        net.norm("norm", hidden)
+    net.layer("backbone.layers.#", range(len(keys.layers)))
+    net.norm("norm", hidden)
+    net.part("mixer", block="attention")
+    if keys.family == "mamba2":
+        heads = keys.whole("num_heads", least=1)
+        _mamba2(
+            net, keys, heads=heads, head_dim=keys.whole("head_dim"), groups=keys.whole("n_groups"),
+            state=keys.whole("state_size"), kernel=keys.whole("conv_kernel"),
+            bias=keys.flag("use_bias", default=False), conv_bias=keys.flag("use_conv_bias", default=True),
+        )  # fmt: skip
+    else:
+        _mamba1(net, keys, names="", norms=False, biases=("use_bias", "use_conv_bias"))
     return finish(net, keys, Style(tied=keys.family != "mamba2"))
 
 
@@ -152,25 +148,26 @@ def _nemotron_h(keys: Keys) -> Inventory:
     hidden, vocab = keys.whole("hidden_size"), keys.whole("vocab_size")
     plain = Style(gated=False, mlp_bias=("mlp_bias", False))
     net = Network()
-    net.enter("backbone")
+    net.outside("backbone")
     net.add("embeddings", vocab, hidden, role="embedding", units=vocab)
-    for index, kind in enumerate(_nemotron_kinds(keys)):
-        net.enter(f"backbone.layers.{index}.mixer", layer=index, block="attention" if kind in "M*" else "mlp")
+    kinds = _nemotron_kinds(keys)
+    for kind in dict.fromkeys(kinds):
+        indices = [index for index, other in enumerate(kinds) if other == kind]
+        net.layer("backbone.layers.#", indices)
+        net.norm("norm", hidden)
+        net.part("mixer", block="attention" if kind in "M*" else "mlp")
         if kind == "M":
-            bias = keys.flag("use_bias", default=False)
             _mamba2(
                 net, keys, heads=keys.whole("mamba_num_heads", least=1), head_dim=keys.whole("mamba_head_dim"),
                 groups=keys.whole("n_groups"), state=keys.whole("ssm_state_size"), kernel=keys.whole("conv_kernel"),
-                bias=bias, conv_bias=keys.flag("use_conv_bias", default=True),
+                bias=keys.flag("use_bias", default=False), conv_bias=keys.flag("use_conv_bias", default=True),
             )  # fmt: skip
         elif kind == "*":
-            grouped_attention(net, keys, Style(), index)
+            grouped_attention(net, keys, Style(), indices[0])
         elif kind == "-":
-            dense_mlp(net, keys, plain, index)
+            dense_mlp(net, keys, plain)
         else:
             _nemotron_experts(net, keys, plain)
-        net.enter(f"backbone.layers.{index}", layer=index, block="norm")
-        net.norm("norm", hidden)
     return finish(net, keys, Style())
 
 
@@ -200,40 +197,36 @@ def _nemotron_experts(net: Network, keys: Keys, style: Style) -> None:
     inner = keys.whole("moe_latent_size", default=hidden)
     net.linear("gate", count, hidden, role="router")
     net.add("gate.e_score_correction_bias", count)
-    prefix, layer = net.prefix, net.layer
     if inner != hidden:
         net.linear("fc1_latent_proj", inner, hidden)
         net.linear("fc2_latent_proj", hidden, inner)
-    net.enter(f"{prefix}experts.*", layer=layer, block="mlp")
-    used = keys.whole("num_experts_per_tok", least=1)
+    used = min(count, keys.whole("num_experts_per_tok", least=1))
     width = keys.whole("moe_intermediate_size")
-    mlp(net, inner, width, keys, replace(style, mlp_bias=False), copies=count, used=min(used, count))
-    net.enter(f"{prefix}shared_experts", layer=layer, block="mlp")
-    mlp(net, hidden, keys.whole("moe_shared_expert_intermediate_size"), keys, style)
+    mlp(net, inner, width, keys, replace(style, mlp_bias=False), within="experts.*.", copies=count, used=used)
+    mlp(net, hidden, keys.whole("moe_shared_expert_intermediate_size"), keys, style, within="shared_experts.")
 
 
-def _jamba_feed_forward(net: Network, keys: Keys, style: Style, index: int) -> None:
-    period = keys.whole("expert_layer_period", default=2, least=1)
-    count = keys.whole("num_experts", default=16)
-    if count > 1 and index % period == keys.whole("expert_layer_offset", default=1):
-        experts(net, keys, router="router", width=keys.whole("intermediate_size"))
-    else:
-        dense_mlp(net, keys, style, index)
+def _jamba_experts(net: Network, keys: Keys, style: Style) -> None:
+    experts(net, keys, router="router", width=keys.whole("intermediate_size"))
 
 
-def _granite_feed_forward(net: Network, keys: Keys, style: Style, index: int) -> None:
-    prefix = f"model.layers.{index}"
+def _jamba_dense(keys: Keys, index: int) -> bool:
+    period, offset = keys.whole("expert_layer_period", default=2, least=1), keys.whole("expert_layer_offset", default=1)
+    return keys.whole("num_experts", default=16) < 2 or index % period != offset
+
+
+def _granite_feed_forward(net: Network, keys: Keys, style: Style) -> None:
     if keys.whole("num_local_experts", default=0):
-        net.enter(f"{prefix}.block_sparse_moe", layer=index, block="mlp")
+        net.part("block_sparse_moe", block="mlp")
         experts(net, keys, router="router", width=keys.whole("intermediate_size"))
-    net.enter(f"{prefix}.shared_mlp", layer=index, block="mlp")
+    net.part("shared_mlp", block="mlp")
     mlp(net, keys.whole("hidden_size"), keys.whole("shared_intermediate_size", default=1024), keys, Style())
 
 
 def _falcon_h1(net: Network, keys: Keys, style: Style, index: int) -> None:
     """Attention and Mamba-2 side by side in every layer."""
     grouped_attention(net, keys, style, index)
-    net.enter(f"model.layers.{index}.mamba", layer=index, block="mamba")
+    net.part("mamba", block="mamba")
     _mamba2_of_hybrid(net, keys, norm=keys.flag("mamba_rms_norm", default=False))
 
 
@@ -243,31 +236,33 @@ def _lfm2_mixer(net: Network, keys: Keys, style: Style, index: int) -> None:
         grouped_attention(net, keys, style, index)
         return
     hidden, bias = keys.whole("hidden_size"), keys.flag("conv_bias", default=False)
-    net.enter(f"model.layers.{index}.conv", layer=index, block="attention")
+    net.part("conv", block="attention")
     net.linear("in_proj", 3 * hidden, hidden, bias=bias, units=hidden)
     net.add("conv", hidden, 1, keys.whole("conv_L_cache", least=1), units=hidden)
     net.add("conv.bias", hidden if bias else 0, units=hidden)
     net.linear("out_proj", hidden, hidden, bias=bias, units=hidden, rows=True)
 
 
-def _lfm2_feed_forward(net: Network, keys: Keys, style: Style, index: int) -> None:
-    """An MLP whose width is cut to two thirds and rounded up, or experts."""
-    if keys.family == "lfm2_moe" and index >= keys.whole("num_dense_layers", default=2):
-        experts(net, keys, width=keys.whole("moe_intermediate_size"))
-        if keys.flag("use_expert_bias", default=True):
-            net.add("expert_bias", keys.whole("num_experts"))
-        return
+def _lfm2_mlp(net: Network, keys: Keys, style: Style) -> None:
+    """An MLP whose width is cut to two thirds and rounded up, unless it is said to be the width itself."""
     width = keys.whole("intermediate_size", "block_ff_dim")
-    if keys.family == "lfm2" and keys.flag("block_auto_adjust_ff_dim", default=True):
-        width = 2 * width // 3
-        factor, multiple = (
-            keys.get("block_ffn_dim_multiplier", 1.0),
-            keys.whole("block_multiple_of", default=256, least=1),
-        )
+    if keys.flag("block_auto_adjust_ff_dim", default=True):
+        multiple = keys.whole("block_multiple_of", default=256, least=1)
+        factor = keys.get("block_ffn_dim_multiplier", 1.0)
         if not isinstance(factor, (int, float)):
             raise keys.unknown("block_ffn_dim_multiplier is no number", "block_ffn_dim_multiplier")
-        width = -(-int(factor * width) // multiple) * multiple
+        width = -(-int(factor * (2 * width // 3)) // multiple) * multiple
     mlp(net, keys.whole("hidden_size"), width, keys, Style())
+
+
+def _lfm2_experts(net: Network, keys: Keys, style: Style) -> None:
+    experts(net, keys, width=keys.whole("moe_intermediate_size"))
+    if keys.flag("use_expert_bias", default=True):
+        net.add("expert_bias", keys.whole("num_experts"))
+
+
+def _lfm2_dense(keys: Keys, index: int) -> bool:
+    return index < keys.whole("num_dense_layers", default=2)
 
 
 def _recurrent_gemma_mixer(net: Network, keys: Keys, style: Style, index: int) -> None:
@@ -288,7 +283,7 @@ def _recurrent_gemma_mixer(net: Network, keys: Keys, style: Style, index: int) -
     net.linear("linear_out", hidden, width, bias=True, units=heads, rows=True)
 
 
-def _recurrent_gemma_feed_forward(net: Network, keys: Keys, style: Style, index: int) -> None:
+def _recurrent_gemma_feed_forward(net: Network, keys: Keys, style: Style) -> None:
     mlp(net, keys.whole("hidden_size"), keys.whole("intermediate_size") // 2, keys, style)
 
 
@@ -302,8 +297,8 @@ def _lightning(net: Network, keys: Keys) -> None:
     net.linear("out_proj", hidden, width, units=heads.query, rows=True)
 
 
-def _minimax_feed_forward(net: Network, keys: Keys, style: Style, index: int) -> None:
-    net.enter(f"model.layers.{index}.block_sparse_moe", layer=index, block="mlp")
+def _minimax_feed_forward(net: Network, keys: Keys, style: Style) -> None:
+    net.part("block_sparse_moe", block="mlp")
     experts(net, keys, width=keys.whole("intermediate_size"))
 
 
@@ -328,17 +323,18 @@ def _kimi_mixer(net: Network, keys: Keys, style: Style, index: int) -> None:
     net.linear("o_proj", hidden, width, units=heads, rows=True)
 
 
-def _kimi_feed_forward(net: Network, keys: Keys, style: Style, index: int) -> None:
-    if index < keys.whole("first_k_dense_replace", default=0):
-        dense_mlp(net, keys, style, index)
-        return
+def _kimi_experts(net: Network, keys: Keys, style: Style) -> None:
     width = keys.whole("moe_intermediate_size")
-    net.enter(f"model.layers.{index}.block_sparse_moe", layer=index, block="mlp")
+    net.part("block_sparse_moe", block="mlp")
     experts(net, keys, correction=True, width=width, shared=width * keys.whole("num_shared_experts", default=0))
 
 
+def _kimi_dense(keys: Keys, index: int) -> bool:
+    return index < keys.whole("first_k_dense_replace", default=0)
+
+
 def _of(style: Style) -> Callable[[Keys], Inventory]:
-    return lambda keys: decoder(keys, style, layers=len(keys.layers))
+    return lambda keys: decoder(keys, style)
 
 
 def _jamba(net: Network, keys: Keys) -> None:
@@ -348,18 +344,20 @@ def _jamba(net: Network, keys: Keys) -> None:
 _ATTENTION_BIAS = ("attention_bias", False)
 _BIASED = Style(qkv_bias=_ATTENTION_BIAS, out_bias=_ATTENTION_BIAS)
 _MLP_BIAS = ("mlp_bias", False)
-_QWEN_NEXT = _of(replace(_BIASED, query_norm="head", attention=_qwen_next, feed_forward=_qwen_next_feed_forward))
-_LFM2 = _of(Style(query_norm="head", tied=True, attention=_lfm2_mixer, feed_forward=_lfm2_feed_forward))
+_QWEN_NEXT = _of(
+    replace(_BIASED, query_norm="head", attention=_qwen_next, feed_forward=qwen_experts, dense=_qwen_next_dense)
+)
+_LFM2 = Style(query_norm="head", tied=True, attention=_lfm2_mixer)
 
 RECURRENT: dict[str, Callable[[Keys], Inventory]] = {
     "bamba": _of(replace(_BIASED, mlp_bias=_MLP_BIAS, attention=_mixed(_mamba2_of_hybrid))),
     "falcon_h1": _of(replace(_BIASED, mlp_bias=_MLP_BIAS, attention=_falcon_h1)),
     "falcon_mamba": _only_mamba,
     "granitemoehybrid": _of(replace(_BIASED, attention=_mixed(_mamba2_of_hybrid), feed_forward=_granite_feed_forward)),
-    "jamba": _of(Style(attention=_mixed(_jamba), feed_forward=_jamba_feed_forward)),
-    "kimi_linear": _of(replace(_BIASED, attention=_kimi_mixer, feed_forward=_kimi_feed_forward)),
-    "lfm2": _LFM2,
-    "lfm2_moe": _LFM2,
+    "jamba": _of(Style(attention=_mixed(_jamba), feed_forward=_jamba_experts, dense=_jamba_dense)),
+    "kimi_linear": _of(replace(_BIASED, attention=_kimi_mixer, feed_forward=_kimi_experts, dense=_kimi_dense)),
+    "lfm2": _of(replace(_LFM2, feed_forward=_lfm2_mlp)),
+    "lfm2_moe": _of(replace(_LFM2, feed_forward=_lfm2_experts, dense=_lfm2_dense)),
     "mamba": _only_mamba,
     "mamba2": _only_mamba,
     "minimax": _of(Style(attention=_mixed(_lightning), feed_forward=_minimax_feed_forward)),
