@@ -93,6 +93,37 @@ def text(value: str) -> bytes:
     return struct.pack("<Q", len(value.encode())) + value.encode()
 
 
+def entry(key: str, value: Any) -> bytes:
+    """One key of the metadata."""
+    return text(key) + _typed(value)
+
+
+def _typed(value: Any) -> bytes:
+    match value:
+        case bool():
+            return struct.pack("<I?", 7, value)
+        case int():
+            return struct.pack("<II", 4, value)
+        case float():
+            return struct.pack("<If", 6, value)
+        case str():
+            return struct.pack("<I", 8) + text(value)
+        case [bool(), *_]:
+            return struct.pack(f"<IIQ{len(value)}?", 9, 7, len(value), *value)
+        case [str(), *_]:
+            return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(text, value))
+        case _:
+            return struct.pack(f"<IIQ{len(value)}I", 9, 4, len(value), *value)
+
+
+def metadata_header(architecture: str, keys: dict[str, Any], tensors: dict[str, list[int]] | None = None) -> bytes:
+    """A header without a file: keys below the architecture's name, and tensors by their shapes, outermost first."""
+    entries = [entry("general.architecture", architecture)]
+    entries += [entry(f"{architecture}.{key}", value) for key, value in keys.items()]
+    listed = [tensor(name, shape[::-1]) for name, shape in (tensors or {}).items()]
+    return header(*entries, *listed, keys=len(entries), tensors=len(listed)) + bytes(64)
+
+
 def tensor(name: str, sizes: list[int], kind: int = 0, offset: int = 0) -> bytes:
     """One entry of the tensor list; ``sizes`` innermost first."""
     return (

@@ -8,7 +8,7 @@ import pytest
 from fixtures_models import gemma_path, smollm2_path  # noqa: F401
 from gguf import GGUFReader
 from gguf.constants import GGML_QUANT_SIZES
-from gguf_files import GEMMA3, LLAMA, header, tensor, text, write_gguf
+from gguf_files import GEMMA3, LLAMA, entry, header, tensor, text, write_gguf
 
 from kvist.errors import BadFile, UnsupportedModel
 from kvist.spec.formats import CacheFormat
@@ -312,3 +312,65 @@ def test_real_files_are_what_the_built_in_descriptions_say(
     assert real.config == known.config
     assert [(entry.key, entry.value) for entry in real.assumed] == [(entry.key, entry.value) for entry in known.assumed]
     assert real.weights_by_type == known.weights_by_type
+
+
+def write_parts(directory: Path, name: str = "model") -> list[Path]:
+    """The small model in three files, as llama-gguf-split writes them: the first has the metadata and no tensor."""
+    small = read_gguf(write_gguf(directory / "whole.gguf"))
+    names = [[], ["token_embd.weight", "blk.0."], ["blk.1."]]
+    paths = []
+    for number, prefixes in enumerate(names):
+        entries = [entry("split.no", number), entry("split.count", 3), entry("split.tensors.count", 7)]
+        if number == 0:
+            entries += [entry("general.architecture", "llama"), *(entry(f"llama.{key}", LLAMA[key]) for key in LLAMA)]
+        held = [tensor for tensor in small.tensors if tensor.name.startswith(tuple(prefixes))]
+        at, listed = 0, []
+        for found in held:
+            listed.append(
+                tensor(found.name, list(reversed(found.shape)), kind=0 if found.type == "F32" else 1, offset=at)
+            )
+            at += -(-found.bytes // 32) * 32
+        path = directory / f"{name}-{number + 1:05}-of-00003.gguf"
+        data = header(*entries, *listed, keys=len(entries), tensors=len(listed))
+        path.write_bytes(data + bytes(-len(data) % 32 + at))
+        paths.append(path)
+    (directory / "whole.gguf").rename(directory.parent / "whole.gguf")
+    return paths
+
+
+def test_a_model_in_several_files_is_one_model(tmp_path: Path) -> None:
+    directory = tmp_path / "parts"
+    directory.mkdir()
+    paths = write_parts(directory)
+    whole = ModelSpec.read(tmp_path / "whole.gguf")
+    for named in (*paths, directory):
+        spec = ModelSpec.read(named)
+        assert (spec.layers, spec.weights_by_type) == (whole.layers, whole.weights_by_type)
+        assert spec.parameters == whole.parameters
+    (directory / "mmproj-model-f16.gguf").write_bytes(b"")
+    assert ModelSpec.read(directory).layers == whole.layers
+
+
+def test_a_model_whose_files_are_not_all_there_is_refused(tmp_path: Path) -> None:
+    paths = write_parts(tmp_path)
+    lone = tmp_path / "lone.gguf"
+    lone.write_bytes(paths[0].read_bytes())
+    with pytest.raises(BadFile, match=r"split\.count is 3, but the name does not say which part"):
+        ModelSpec.read(lone)
+    second, other = paths[1].read_bytes(), paths[2].read_bytes()
+    paths[1].write_bytes(other)
+    with pytest.raises(BadFile, match=r"split\.no and split\.count are 2 and 3; 1 and 3 were expected"):
+        ModelSpec.read(paths[0])
+    paths[1].write_bytes(second.replace(b"blk.0.attn_q", b"blk.1.attn_q"))
+    with pytest.raises(BadFile, match=r"tensor 'blk\.1\.attn_q\.weight' is in an earlier part already"):
+        ModelSpec.read(paths[0])
+    paths[1].unlink()
+    with pytest.raises(BadFile, match=r"is one of 3 parts, and model-00002-of-00003\.gguf is not beside it"):
+        ModelSpec.read(paths[2])
+
+
+def test_a_string_of_megabytes_is_stepped_over() -> None:
+    long = entry("tokenizer.huggingface.json", "x" * (2**20 + 1))
+    found = read_gguf(header(long, entry("a.key", "b"), keys=2) + bytes(32))
+    assert isinstance(found.metadata["tokenizer.huggingface.json"], GGUFArray)
+    assert found.metadata["a.key"] == "b"

@@ -17,6 +17,7 @@ from kvist.spec.families.decoders import DECODERS
 from kvist.spec.families.dense import read_dense
 from kvist.spec.families.encoder_decoder import ENCODER_DECODER
 from kvist.spec.families.gated_delta import GATED_DELTA
+from kvist.spec.families.gguf_only import GGUF_ONLY
 from kvist.spec.families.gpt import GPT
 from kvist.spec.families.kda import KDA
 from kvist.spec.families.latent import LATENT
@@ -36,7 +37,7 @@ __all__ = ["FAMILIES", "Reading", "read_config"]
 
 FAMILIES: dict[str, Reader] = {
     **DECODERS,
-    **{name: partial(read_dense, family) for name, family in {**GPT, **LLAMAS, **WINDOWED}.items()},
+    **{name: partial(read_dense, family) for name, family in {**GPT, **LLAMAS, **WINDOWED, **GGUF_ONLY}.items()},
     **OWN_SHAPES,
     **SHARED_KV,
     **LATENT,

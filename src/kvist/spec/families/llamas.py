@@ -68,6 +68,8 @@ LLAMAS = {
     # Published with code of their own.
     "Yi": Dense(context=4096),
     "aquila": Dense(context=2048),
+    "bailing_moe": Dense(context=16384),
+    "bailing_moe_v2": Dense(context=16384),
     "deepseek": Dense(context=2048),
     "grok-1": Dense(context=None),
     "internlm2": Dense(context=2048),

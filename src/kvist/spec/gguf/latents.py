@@ -146,6 +146,8 @@ def windowed_latents(m: Metadata) -> dict[str, Any]:
     if flags != [kind != SLIDING for kind in kinds]:
         raise m.unread("attention.indexer.types", "does not name the full layers; an indexer on each of these is read")
     rank = m.count(m.named("swa_kv_lora_rank", "attention.kv_lora_rank_swa"))
+    for key in ("value_length_swa", "key_length_mla_swa", "value_length_mla_swa"):
+        m.get(f"attention.{key}")
     stored = m.count("attention.key_length_swa")
     if stored < rank:
         raise m.wrong("attention.key_length_swa", f"the latent ({rank}) and its rotary key together")

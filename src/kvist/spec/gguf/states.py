@@ -180,6 +180,7 @@ def qwen4_exp(m: Metadata) -> dict[str, Any]:
     ratios = set(m.each(m.named("indexer_compress_ratio", "attention.compress_ratios"), default=0)) - {0}
     if len(ratios) != 1:
         raise m.unread("attention.compress_ratios", f"has {len(ratios)} different numbers of tokens; one is read")
+    m.get("attention.indexer.top_k")
     found |= {
         "indexer_compress_ratio": ratios.pop(),
         "indexer_n_heads": m.count(m.named("indexer_n_heads", "attention.indexer.head_count")),

@@ -1,0 +1,401 @@
+"""GGUF metadata of every architecture, held against what llama.cpp's own cache takes from the same keys."""
+
+from typing import Any
+
+import pytest
+from gguf_files import metadata_header
+
+from kvist.errors import BadFile, UnsupportedModel
+from kvist.spec.families import FAMILIES, Reading
+from kvist.spec.gguf import read_gguf
+from kvist.spec.gguf.architectures import ARCHITECTURES, REFUSED
+from kvist.spec.gguf.config import config_of, read_header_config
+from kvist.spec.layers import Attention, Compressed, Latent, Layer, Nothing, Parallel, Shared, State
+
+N = 8
+BASE: dict[str, Any] = {
+    "block_count": N,
+    "context_length": 4096,
+    "embedding_length": 512,
+    "feed_forward_length": 1024,
+    "attention.head_count": 8,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+}
+WIDTHS = {"attention.key_length": 32, "attention.value_length": 32}
+SSM = {"ssm.conv_kernel": 4, "ssm.inner_size": 1024, "ssm.state_size": 16, "ssm.time_step_rank": 32}
+MAMBA2 = SSM | {"ssm.group_count": 4}
+MLA = {
+    "attention.head_count_kv": 1,
+    "attention.q_lora_rank": 128,
+    "attention.kv_lora_rank": 96,
+    "attention.key_length": 112,
+    "attention.value_length": 96,
+    "attention.key_length_mla": 48,
+    "attention.value_length_mla": 32,
+    "rope.dimension_count": 16,
+}
+INDEXER = {"attention.indexer.head_count": 4, "attention.indexer.key_length": 24, "attention.indexer.top_k": 64}
+WINDOW = {"attention.sliding_window": 128}
+PATTERN = [True, True, False, True, True, False, True, False]
+FLAGS = {"attention.sliding_window_pattern": PATTERN}
+HYBRID = {"attention.head_count_kv": [0, 2, 0, 0, 0, 2, 0, 2]}
+KDA = MLA | {"attention.head_count_kv": [0, 1, 0, 0, 0, 1, 0, 1], "kda.head_dim": 32, "ssm.conv_kernel": 4}
+
+# Families whose every query head has a key and a value of its own.
+ALL_HEADS = {"gpt2", "gptj", "gptneox", "bloom", "baichuan", "qwen", "jais", "starcoder", "refact"}
+
+CASES: dict[str, dict[str, Any]] = {
+    "falcon": {"attention.head_count_kv": 1},
+    "mpt": {"attention.head_count_kv": 8},
+    "deci": {"attention.head_count": [8, 8, 0, 8, 8, 8, 0, 8], "attention.head_count_kv": [2, 4, 0, 1, 8, 0, 0, 2]},
+    "openelm": WIDTHS | {"attention.head_count": [4, 4, 8, 8] * 2, "attention.head_count_kv": [1, 1, 2, 4] * 2},
+    "gemma2": WIDTHS | WINDOW,
+    "gemma3": WIDTHS | WINDOW,
+    "gemma3n": WIDTHS | WINDOW | FLAGS | {"attention.shared_kv_layers": 3},
+    "gemma4": WINDOW | FLAGS | {
+        "attention.key_length": 64, "attention.value_length": 64, "attention.key_length_swa": 32,
+        "attention.value_length_swa": 32, "attention.head_count_kv": [4, 4, 1, 4, 4, 1, 4, 1],
+        "attention.shared_kv_layers": 2,
+    },
+    "llama4": {},
+    "cohere2": WINDOW,
+    "cohere2moe": WINDOW,
+    "exaone4": WINDOW | FLAGS,
+    "exaone-moe": {},
+    "gpt-oss": WINDOW,
+    "granite_swa": WINDOW | FLAGS,
+    "afmoe": WINDOW,
+    "laguna": WINDOW,
+    "mellum": WINDOW,
+    "muse-glimmer": WINDOW,
+    "olmo2": WINDOW,
+    "smallthinker": WINDOW,
+    "plamo3": WINDOW,
+    "spark2_5": WINDOW | FLAGS,
+    "maple": WINDOW | FLAGS,
+    "mimo2": WINDOW | FLAGS | {
+        "attention.key_length": 48, "attention.value_length": 32, "attention.head_count_kv": [4, 4, 2, 4, 4, 2, 4, 2],
+    },
+    "step35": WIDTHS | WINDOW | FLAGS | {
+        "attention.head_count": [12, 12, 8, 12, 12, 8, 12, 8], "attention.head_count_kv": [4, 4, 2, 4, 4, 2, 4, 2],
+    },
+    "minicpm3": MLA,
+    "plm": MLA,
+    "deepseek2": MLA,
+    "mistral4": MLA,
+    "deepseek32": MLA | INDEXER,
+    "glm-dsa": MLA | INDEXER,
+    "hy_v4": MLA | INDEXER | {"attention.indexer.types": [not flag for flag in PATTERN]},
+    "dots3note": MLA | INDEXER | WINDOW | FLAGS | {
+        "attention.kv_lora_rank_swa": 64, "attention.key_length_swa": 72, "attention.value_length_swa": 64,
+        "attention.key_length_mla_swa": 40, "attention.value_length_mla_swa": 32,
+        "attention.indexer.types": [not flag for flag in PATTERN],
+    },
+    "minimax-m3": INDEXER | {"leading_dense_block_count": 2},
+    "mamba": SSM | {"attention.head_count": 0},
+    "mamba2": MAMBA2 | {"attention.head_count": 0},
+    "jamba": SSM | HYBRID,
+    "falcon-h1": MAMBA2 | WIDTHS,
+    "plamo2": MAMBA2 | WIDTHS | {
+        "ssm.group_count": 0, "attention.head_count": [0, 8] * 4, "attention.head_count_kv": [0, 2] * 4,
+    },
+    "granitehybrid": MAMBA2 | HYBRID,
+    "nemotron_h": MAMBA2 | HYBRID | {"feed_forward_length": [0, 0, 64, 0, 64, 0, 64, 0]},
+    "nemotron_h_moe": MAMBA2 | HYBRID | {"feed_forward_length": [0, 0, 64, 0, 64, 0, 64, 0]},
+    "qwen3next": MAMBA2 | {"full_attention_interval": 4},
+    "qwen35": MAMBA2 | {"full_attention_interval": 4},
+    "qwen35moe": MAMBA2 | {"attention.recurrent_layers": PATTERN, "full_attention_interval": 4},
+    "qwen4exp": MAMBA2 | INDEXER | {
+        "full_attention_interval": 4, "attention.compress_ratios": [0, 0, 0, 16] * 2, "hyper_connection.count": 4,
+    },
+    "kimi-linear": KDA,
+    "kimi-k3": KDA,
+    "bailingmoe3": KDA,
+    "glm5-next": KDA | INDEXER | {"attention.indexer.kpool": 16},
+    "minimax-01": {"attention.recurrent_layers": PATTERN},
+    "lfm2": HYBRID | {"shortconv.l_cache": 3},
+    "lfm2moe": HYBRID | {"shortconv.l_cache": 3},
+    "rwkv6": {"attention.head_count": 0, "wkv.head_size": 64},
+    "rwkv7": {"attention.head_count": 0, "wkv.head_size": 64},
+}  # fmt: skip
+
+# Layers that are full, where the pattern is llama.cpp's rule for the architecture and not the file's.
+FULL_BY_RULE = {
+    "gemma2": {1, 3, 5, 7}, "gemma3": {5}, "llama4": {3, 7}, "cohere2": {3, 7}, "cohere2moe": {0, 4},
+    "exaone-moe": {3, 7}, "gpt-oss": {1, 3, 5, 7}, "afmoe": {3, 7}, "laguna": {0, 4}, "mellum": {3, 7},
+    "muse-glimmer": {3, 7}, "olmo2": {3, 7}, "smallthinker": {0, 4}, "plamo3": {7},
+}  # fmt: skip
+
+
+def keys_of(architecture: str) -> dict[str, Any]:
+    special = CASES.get(architecture, {})
+    heads = {"attention.head_count_kv": 8} if architecture in ALL_HEADS else {}
+    keys = BASE | heads | special
+    if keys["attention.head_count"] == 0:
+        del keys["attention.head_count_kv"]
+    return keys
+
+
+def read(architecture: str, keys: dict[str, Any]) -> Reading:
+    from kvist.spec.described import checked
+
+    named = config_of(read_gguf(metadata_header(architecture, keys), name="file"))
+    return checked(named.config, {}, file="file", assumed=named.assumed)
+
+
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value] * N
+
+
+def cache_of_llama_cpp(architecture: str, keys: dict[str, Any]) -> list[tuple[int, int, int, int]]:
+    """Elements that llama.cpp keeps of a layer: of a key row, a value row, the convolution and the state.
+
+    As ``llama_hparams`` computes them: ``n_embd_k_gqa``, ``n_embd_v_gqa``, ``n_embd_r`` and ``n_embd_s``.
+    """
+    get = keys.get
+    queries = listed(keys["attention.head_count"])
+    stored = listed(get("attention.head_count_kv", queries[0] if len(set(queries)) == 1 else queries))
+    hidden = keys["embedding_length"]
+    first = next((count for count in queries if count), 0)
+    wide = get("attention.key_length", hidden // first if first else 0)
+    value = get("attention.value_length", hidden // first if first else 0)
+    near, near_value = get("attention.key_length_swa", wide), get("attention.value_length_swa", value)
+    sliding = get("attention.sliding_window_pattern", [False] * N)
+    interval = get("full_attention_interval")
+    by_interval = [bool((index + 1) % interval) for index in range(N)] if interval else [False] * N
+    recurrent = get("attention.recurrent_layers", by_interval)
+    kernel, inner = get("ssm.conv_kernel", 0), get("ssm.inner_size", 0)
+    rows: list[tuple[int, int, int, int]] = []
+    for index in range(N):
+        has_state = recurrent[index] or stored[index] == 0 or architecture in ("mamba", "mamba2", "falcon-h1")
+        if listed(keys["feed_forward_length"])[index] and architecture.startswith("nemotron_h"):
+            rows.append((0, 0, 0, 0))
+            continue
+        if "wkv.head_size" in keys:
+            state = (2 * hidden, hidden * keys["wkv.head_size"])
+        elif "shortconv.l_cache" in keys:
+            state = (hidden * (keys["shortconv.l_cache"] - 1), 0)
+        elif "kda.head_dim" in keys:
+            width = first * keys["kda.head_dim"]
+            state = (3 * (kernel - 1) * width, width * keys["kda.head_dim"])
+        elif architecture == "minimax-01":
+            state = (0, wide * wide * first)
+        elif kernel:
+            channels = inner + 2 * get("ssm.group_count", 0) * keys["ssm.state_size"]
+            state = ((kernel - 1) * channels, keys["ssm.state_size"] * inner)
+        else:
+            state = (0, 0)
+        latent = "attention.key_length_mla" in keys
+        kv_heads = 0 if recurrent[index] else stored[index]
+        row = (near if sliding[index] else wide) * kv_heads
+        value_row = 0 if latent else (near_value if sliding[index] else value) * kv_heads
+        rows.append((row, value_row, *(state if has_state else (0, 0))))
+    return rows
+
+
+def elements(layer: Layer) -> tuple[int, int, int, int]:
+    match layer:
+        case Attention(kv_heads=heads, key_dim=key, value_dim=value):
+            return heads * key, heads * value, 0, 0
+        case Latent(rank=rank, rope_dim=rope):
+            return rank + rope, 0, 0, 0
+        case State(conv_elements=conv, state_elements=state):
+            return 0, 0, conv, state
+        case Parallel(parts=parts):
+            return tuple(map(sum, zip(*map(elements, parts), strict=True)))  # type: ignore[return-value]
+    assert isinstance(layer, (Nothing, Shared))
+    return 0, 0, 0, 0
+
+
+def test_every_name_of_llama_cpp_is_read_or_refused_with_a_reason() -> None:
+    from gguf.constants import MODEL_ARCH_NAMES
+
+    assert set(MODEL_ARCH_NAMES.values()) <= {*ARCHITECTURES, *REFUSED}
+    assert not set(ARCHITECTURES) & set(REFUSED)
+    families = {entry.family for entry in ARCHITECTURES.values() if isinstance(entry.family, str)}
+    assert families <= set(FAMILIES)
+
+
+@pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - {"deepseek4"}))
+def test_layers_keep_what_llama_cpp_keeps(architecture: str) -> None:
+    keys = keys_of(architecture)
+    reading = read(architecture, keys)
+    expected = cache_of_llama_cpp(architecture, keys)
+    shared = keys.get("attention.shared_kv_layers", 0)
+    expected[N - shared :] = [(0, 0, 0, 0)] * shared
+    assert [elements(layer) for layer in reading.layers] == expected
+
+
+@pytest.mark.parametrize(
+    "architecture", sorted(set(FULL_BY_RULE) | {key for key in CASES if FLAGS.items() <= CASES[key].items()})
+)
+def test_windows_are_where_the_file_or_llama_cpp_has_them(architecture: str) -> None:
+    keys = keys_of(architecture)
+    reading = read(architecture, keys)
+    full = FULL_BY_RULE.get(architecture, {index for index, flag in enumerate(PATTERN) if not flag})
+    seen = {
+        index
+        for index, layer in enumerate(reading.layers)
+        if isinstance(layer, Shared) or (layer.window is None and getattr(layer, "chunk", None) is None)  # type: ignore[attr-defined]
+    }
+    stored = {index for index, layer in enumerate(reading.layers) if not isinstance(layer, Shared)}
+    assert seen & stored == full & stored
+    if architecture in FULL_BY_RULE:
+        assert "is left out" in str([entry.source for entry in reading.assumed])
+
+
+def test_deepseek_v4_has_windows_and_entries() -> None:
+    keys = BASE | INDEXER | WINDOW | {
+        "attention.head_count_kv": 1, "attention.key_length": 128, "attention.value_length": 128,
+        "rope.dimension_count": 32, "attention.compress_ratios": [0, 0, 4, 128, 4, 128, 4, 0],
+        "nextn_predict_layers": 1, "attention.q_lora_rank": 64,
+    }  # fmt: skip
+    reading = read("deepseek4", keys)
+    kinds = [(type(layer), getattr(layer, "ratio", None)) for layer in reading.layers]
+    assert kinds == [(Latent, None)] * 2 + [(Compressed, ratio) for ratio in (4, 128, 4, 128, 4)]
+    assert [bool(layer.indexer) for layer in reading.layers] == [ratio == 4 for _, ratio in kinds]  # type: ignore[attr-defined]
+    assert len(reading.draft_layers) == 1
+
+
+def test_blocks_that_draft_are_counted_apart() -> None:
+    reading = read("glm4moe", BASE | {"nextn_predict_layers": 1})
+    assert (len(reading.layers), len(reading.draft_layers)) == (N - 1, 1)
+    with pytest.raises(BadFile, match=r"glm4moe.nextn_predict_layers is 8; it must be less than block_count"):
+        read("glm4moe", BASE | {"nextn_predict_layers": N})
+
+
+def test_latents_of_files_made_before_llama_cpp_kept_them() -> None:
+    old = {key: value for key, value in MLA.items() if not key.endswith("_mla")}
+    old |= {"attention.head_count_kv": 8, "attention.key_length": 48, "attention.value_length": 32}
+    assert read("deepseek2", BASE | old).layers == read("deepseek2", BASE | MLA).layers
+
+
+def test_an_old_glm_5_has_indexers_everywhere_and_a_new_one_must_say_where() -> None:
+    assert all(layer.indexer for layer in read("glm-dsa", BASE | MLA | INDEXER).layers)  # type: ignore[attr-defined]
+    with pytest.raises(BadFile, match=r"glm-dsa.attention.indexer.types is missing"):
+        read("glm-dsa", BASE | MLA | INDEXER | {"context_length": 2**20})
+    types = {"attention.indexer.types": PATTERN, "context_length": 2**20}
+    found = [bool(layer.indexer) for layer in read("glm-dsa", BASE | MLA | INDEXER | types).layers]  # type: ignore[attr-defined]
+    assert found == PATTERN
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "error", "says"),
+    [
+        (
+            "qwen3",
+            {"attention.head_count_kv": [2] * 7},
+            BadFile,
+            "7 entries; it must be an array of at least 8 entries",
+        ),
+        (
+            "qwen3",
+            {"attention.head_count_kv": [2, 4] * 4},
+            UnsupportedModel,
+            r"values for each layer \(2 different ones\)",
+        ),
+        ("qwen3", {"attention.value_length": 16}, UnsupportedModel, "value_length is 16, the key length 64"),
+        ("qwen3", {"ssm.state_size": 8}, UnsupportedModel, "qwen3.ssm.state_size is 8; it is not read for qwen3 files"),
+        ("qwen3", {"attention.kv_lora_rank": 8}, UnsupportedModel, "qwen3.attention.kv_lora_rank is 8"),
+        ("qwen3", {"num_loops": 2}, UnsupportedModel, "qwen3.num_loops is 2"),
+        (
+            "jamba",
+            SSM | {"attention.head_count_kv": [0, 2, 0, 4] * 2},
+            UnsupportedModel,
+            "has 2 different numbers of heads",
+        ),
+        (
+            "mamba2",
+            MAMBA2 | {"ssm.time_step_rank": 7},
+            BadFile,
+            r"time_step_rank is 7; .* divides ssm.inner_size \(1024\)",
+        ),
+        ("mamba2", MAMBA2 | {"ssm.inner_size": 0}, BadFile, "mamba2.ssm.inner_size is 0"),
+        ("gpt-oss", {}, BadFile, "gpt-oss.attention.sliding_window is missing"),
+        ("spark2_5", WINDOW, BadFile, "sliding_window_pattern is missing"),
+        (
+            "deepseek2",
+            MLA | {"attention.key_length": 90},
+            BadFile,
+            r"key_length is 90; it must be the latent \(96\) and",
+        ),
+        (
+            "rwkv7",
+            {"attention.head_count": 0, "wkv.head_size": 64, "token_shift_count": 1},
+            UnsupportedModel,
+            "token_shift_count is 1",
+        ),
+        ("lfm2", CASES["lfm2"] | WINDOW, UnsupportedModel, "attention.sliding_window is set"),
+        ("nemotron_h", MAMBA2 | HYBRID, UnsupportedModel, "gives layer 1 heads, and feed_forward_length a width"),
+        (
+            "gemma4",
+            CASES["gemma4"] | {"attention.head_count_kv": [4, 2, 1, 4] * 2},
+            UnsupportedModel,
+            "differs among layers of",
+        ),
+        ("t5", {}, UnsupportedModel, "general.architecture is 't5': an encoder-decoder"),
+        ("clip", {}, UnsupportedModel, "name the file of the model itself"),
+        ("mamba", {"ssm.conv_kernel": 0}, BadFile, "mamba.ssm.inner_size is missing"),
+    ],
+)
+def test_what_cannot_be_read_exactly_names_the_key_of_the_file(
+    architecture: str, keys: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        read(architecture, BASE | keys)
+
+
+def blocks(*, count: int = N, **shapes: list[int]) -> dict[str, list[int]]:
+    return {f"blk.{index}.{name}.weight": shape for index in range(count) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tensors", "wrong", "says"),
+    [
+        (
+            "qwen3moe",
+            {"attn_k": [128, 512], "attn_v": [128, 512]},
+            {"attn_k": [64, 512]},
+            "attn_k.weight gives 64 values",
+        ),
+        (
+            "phi3",
+            {"attn_qkv": [768, 512]},
+            {"attn_qkv": [700, 512]},
+            "attn_qkv.weight gives 700 values a token, which are no",
+        ),
+        (
+            "deepseek2",
+            {"attn_kv_a_mqa": [112, 512]},
+            {"attn_kv_a_mqa": [96, 512]},
+            "gives 96 values a token, the metadata 112",
+        ),
+        (
+            "mamba",
+            {"ssm_conv1d": [1024, 4]},
+            {"ssm_conv1d": [1024, 3]},
+            "needs 2048 of the last inputs .* the metadata 3072",
+        ),
+        (
+            "mamba2",
+            {"ssm_conv1d": [1152, 4]},
+            {"ssm_conv1d": [1024, 4]},
+            "needs 3072 of the last inputs .* the metadata 3456",
+        ),
+    ],
+)
+def test_tensors_of_every_kind_of_layer_are_held_against_the_metadata(
+    architecture: str, tensors: dict[str, list[int]], wrong: dict[str, list[int]], says: str
+) -> None:
+    keys = keys_of(architecture)
+
+    def given(shapes: dict[str, list[int]], count: int = N) -> Reading:
+        data = metadata_header(architecture, keys, blocks(count=count, **shapes))
+        return read_header_config(read_gguf(data, name="file"), {})
+
+    assert len(given(tensors).layers) == N
+    with pytest.raises(BadFile, match=says):
+        given(tensors | wrong)
+    with pytest.raises(BadFile, match=rf"{architecture}.block_count is 8, but the tensors hold weights of 7 layers"):
+        given(tensors, N - 1)
