@@ -110,6 +110,7 @@ GRANITE = HYBRID | {
 }
 NEMOTRON = HYBRID | {"model_type": "nemotron_h", "head_dim": 16, "hybrid_override_pattern": "M*-E"}
 QWEN = HYBRID | {"model_type": "qwen3_next", "num_hidden_layers": 8}
+MINIMAX = HYBRID | {"model_type": "minimax_text_01", "num_hidden_layers": 2, "attn_type_list": [1, 0]}
 LFM2 = HYBRID | {"model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]}
 GRIFFIN = HYBRID | {"model_type": "recurrent_gemma", "num_hidden_layers": 5}
 
@@ -203,9 +204,8 @@ RECURRENT_KEYS = ("mamba_", "ssm_", "linear_", "kda_", "sconv_", "state_size", "
 
 
 def is_recurrent(config: dict[str, Any]) -> bool:
-    return config.get("model_type") in OURS or any(
-        key.startswith(RECURRENT_KEYS) and value for key, value in config.items()
-    )
+    text = config.get("text_config", config)
+    return text.get("model_type") in OURS or any(key.startswith(RECURRENT_KEYS) and text[key] for key in text)
 
 
 @shared_data
@@ -446,6 +446,9 @@ def test_the_first_mamba_files_name_no_type_and_have_defaults_of_their_package()
     assert one == State(name="mamba", conv_elements=5120 * 3, conv_columns=3, state_elements=5120 * 16)
     assert two == State(name="mamba2", conv_elements=(5120 + 256) * 3, conv_columns=3, state_elements=5120 * 128)
     attention = {"causal": True, "d_conv": 4, "head_dim": 128, "num_heads": 30, "rotary_emb_dim": 64}
+    untyped = read(without(MAMBA_SSM, "model_type"))
+    assert untyped.layers[0] == one
+    assert assumed(untyped)["model_type"] == "mamba_ssm"
     mixed = read(MAMBA_SSM | {"ssm_cfg": {"layer": "Mamba2"}, "attn_layer_idx": [9, 18], "attn_cfg": attention})
     assert kinds(mixed.layers).count("P") == 2
     assert mixed.layers[9].stored == (
@@ -482,12 +485,11 @@ def test_what_a_class_fills_in_is_listed() -> None:
     }  # fmt: skip
 
 
-def test_an_extract_of_a_multimodal_file_is_read_and_that_is_said() -> None:
+def test_an_extract_of_a_multimodal_file_is_read() -> None:
     inner = QWEN3_5_397B["text_config"]
     assert isinstance(inner, dict)
     flat = read(inner | {"model_type": "qwen3_5_moe"})
     assert flat.layers == read(QWEN3_5_397B).layers
-    assert "text_config" in assumed(flat)
 
 
 def test_extracts_that_count_layers_are_held_against_the_pattern() -> None:
@@ -580,6 +582,34 @@ def test_what_cannot_be_is_a_bad_file_that_names_its_key(config: dict[str, Any],
     with pytest.raises(BadFile) as caught:
         read(config)
     assert caught.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("outer", "inside", "text"),
+    [
+        ("qwen3_5", "text_config", QWEN | {"model_type": "qwen3_5_text"}),
+        ("lfm2_vl", "text_config", LFM2),
+        ("NemotronH_Nano_VL_V2", "llm_config", NEMOTRON),
+        ("nemotron_h_omni", "text_config", NEMOTRON),
+        ("minimax_vl_01", "text_config", MINIMAX),
+        ("bailing_moe_v3_vl", "text_config", LING_3_FLASH),
+    ],
+)
+def test_a_decoder_inside_a_larger_model_is_the_decoder(outer: str, inside: str, text: dict[str, Any]) -> None:
+    assert read({"model_type": outer, inside: text}).layers == read(text).layers
+
+
+@pytest.mark.parametrize("family", ["jamba", "granitemoehybrid", "nemotron_h", "qwen3_next", "lfm2", "falcon_mamba"])
+def test_the_class_stands_in_for_a_type_that_is_left_out(family: str) -> None:
+    classes = {
+        "jamba": "JambaForCausalLM", "granitemoehybrid": "GraniteMoeHybridForCausalLM", "lfm2": "Lfm2ForCausalLM",
+        "nemotron_h": "NemotronHForCausalLM", "qwen3_next": "Qwen3NextForCausalLM",
+        "falcon_mamba": "FalconMambaForCausalLM",
+    }  # fmt: skip
+    config = next(c for c in (JAMBA, GRANITE, NEMOTRON, QWEN, LFM2, FALCON_MAMBA) if c["model_type"] == family)
+    reading = read(without(config, "model_type") | {"architectures": [classes[family]]})
+    assert reading.layers == read(config).layers
+    assert assumed(reading)["model_type"] == family
 
 
 @given(pattern=st.text(alphabet="M*-E", min_size=1, max_size=60))

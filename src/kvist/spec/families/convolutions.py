@@ -5,18 +5,17 @@ from dataclasses import replace
 from kvist.errors import UnsupportedModel
 from kvist.spec.config_keys import ConfigKeys
 from kvist.spec.families import states
+from kvist.spec.families.nested import Nesting, read_inside
 from kvist.spec.families.patterns import (
     CONV,
     NONE,
     RECURRENT,
     indices,
-    inside,
     listed,
     longest,
     number_of_layers,
     own,
     reading,
-    section,
     split,
 )
 from kvist.spec.families.reading import (
@@ -243,7 +242,7 @@ def _inkling_drafts(keys: ConfigKeys, found: dict[str, Layer]) -> list[Layer]:
 
 def _inkling_mm(keys: ConfigKeys) -> Reading:
     """Inkling with its towers, whose files describe the draft layers beside the text model."""
-    drafts, text = section(keys, "mtp_config"), keys.get("text_config")
+    drafts, text = keys.section("mtp_config"), keys.get("text_config")
     if isinstance(text, dict):
         for name, inner in (
             ("num_nextn_predict_layers", "num_mtp_layers"),
@@ -253,7 +252,7 @@ def _inkling_mm(keys: ConfigKeys) -> Reading:
             if drafts.get(name) is not None and text.get(inner) is None:
                 text = text | {inner: drafts.get(name)}
         keys.set("text_config", text)
-    return _inside_inkling(keys)
+    return read_inside(Nesting(inside=(("text_config",),), family="inkling_text"), _INKLING, keys)
 
 
 def _looped(keys: ConfigKeys, kinds: list[str]) -> list[str]:
@@ -279,20 +278,16 @@ def _looped(keys: ConfigKeys, kinds: list[str]) -> list[str]:
 _inkling1 = _inkling(layers=66, heads=64, kv_heads=8, swa_kv_heads=16, hidden=6144, window=512)
 _inkling2 = _inkling(layers=48, heads=48, kv_heads=8, swa_kv_heads=8, hidden=4608, window=1024)
 _inkling2_loop = _inkling(layers=24, heads=24, kv_heads=8, swa_kv_heads=8, hidden=2304, window=1024)
-_inside_inkling = inside("text_config", model_types=("inkling_text", "inkling_model"), reader=_inkling1)
+_INKLING = {"inkling_text": _inkling1, "inkling_model": _inkling1}
 
 CONVOLUTIONS: dict[str, Reader] = {
     "recurrent_gemma": _recurrent_gemma,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2,
-    "lfm2_vl": inside("text_config", model_types=("lfm2", "lfm2_moe"), reader=_lfm2),
     "lfm3": _lfm3,
-    "lfm3_vl": inside("text_config", model_types=("lfm3",), reader=_lfm3),
     "zaya": _zaya,
-    "inkling_text": _inkling1,
+    **_INKLING,
     "inkling_mm_model": _inkling_mm,
     "inkling2_text": _inkling2,
-    "inkling2": inside("text_config", model_types=("inkling2_text",), reader=_inkling2),
     "inkling2_loop_text": _inkling2_loop,
-    "inkling2_loop": inside("text_config", model_types=("inkling2_loop_text",), reader=_inkling2_loop),
 }

@@ -9,6 +9,7 @@ from kvist.spec.config_keys import ConfigKeys
 from kvist.spec.families import states
 from kvist.spec.families.patterns import own, reading
 from kvist.spec.families.reading import Reader, Reading, draft_count
+from kvist.spec.families.recurrent import RECURRENT_MODELS
 from kvist.spec.layers import Attention, Indexer, Latent, Layer, Parallel
 
 _HARMLESS = frozenset(
@@ -78,16 +79,24 @@ def _short_convolutions(keys: ConfigKeys) -> Reading:
     return _finished(keys, [convolved(far)] * full + [convolved(near)] * sliding, draft)
 
 
+def _mamba_ssm(keys: ConfigKeys) -> Reading:
+    """The original files of Mamba and Mamba-2, whole, which never had a type."""
+    keys.note("model_type", "mamba_ssm", "implied by `ssm_cfg`")
+    keys.set("model_type", "mamba_ssm")
+    return RECURRENT_MODELS["mamba_ssm"](keys)
+
+
 # Each is recognised by one key, which no other mechanism has.
 _EXTRACTS: dict[str, Reader] = {
     "linear_num_value_heads": _gated_delta,
     "kda_num_heads": _kda,
     "sconv_kernel_size": _short_convolutions,
+    "ssm_cfg": _mamba_ssm,
 }
 
 
 def reader_of_extract(keys: ConfigKeys) -> Reader | None:
-    """Return the reader of an extract of a hybrid model's configuration; None where it is none."""
+    """Return the reader of a hybrid model's extract, or of a file that never had a type; None where it is neither."""
     return next((reader for key, reader in _EXTRACTS.items() if keys.config.get(key) is not None), None)
 
 

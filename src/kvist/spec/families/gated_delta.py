@@ -11,14 +11,12 @@ from kvist.spec.families.patterns import (
     every,
     hold_counts,
     indices,
-    inside,
     listed,
     longest,
     missing_pattern,
     number_of_layers,
     own,
     reading,
-    section,
     split,
 )
 from kvist.spec.families.reading import (
@@ -176,8 +174,8 @@ def _jet_nemotron(keys: ConfigKeys) -> Reading:
     kinds = listed(keys, "layer_types", layers=layers, words={"jet": RECURRENT, "attn": FULL, "swa": SLIDING})
     if kinds is None:
         raise keys.missing("layer_types")
-    parts = section(keys, "efficient_attention_config")
-    jet, swa = section(parts, "jet"), section(parts, "swa")
+    parts = keys.section("efficient_attention_config")
+    jet, swa = parts.section("jet"), parts.section("swa")
     shape = heads_and_widths(keys, head_dim=None, kv_heads=None)
     found: dict[str, Layer] = {
         FULL: Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
@@ -239,23 +237,13 @@ def _qwen4_exp(keys: ConfigKeys) -> Reading:
     return reading(keys, found, max_context=longest(keys, default=32768), draft=[attention] * draft_count(keys))
 
 
-_DENSE, _EXPERTS = ("qwen3_5_text", "qwen3_5"), ("qwen3_5_moe_text", "qwen3_5_moe")
-_inside_dense = inside("text_config", model_types=_DENSE, reader=_qwen3_5)
-_inside_experts = inside("text_config", model_types=_EXPERTS, reader=_qwen3_5_moe)
-
 GATED_DELTA: dict[str, Reader] = {
     "qwen3_next": _qwen3_5_moe,
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe_text": _qwen3_5_moe,
-    "qwen3_5": _inside_dense,
-    "qwen3_5_moe": _inside_experts,
-    "minicpmv4_6": _inside_dense,
-    "minicpmv4_7": _inside_dense,
-    "minicpm_ocr": _inside_dense,
     "olmo_hybrid": _olmo_hybrid,
     "lara_mini": _lara_mini,
     "gigachat3_5": _gigachat3_5,
     "jet_nemotron": _jet_nemotron,
     "qwen4_exp_text": _qwen4_exp,
-    "qwen4_exp": inside("text_config", model_types=("qwen4_exp_text",), reader=_qwen4_exp),
 }

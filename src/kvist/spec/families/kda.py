@@ -9,14 +9,12 @@ from kvist.spec.families.lightning import group_kinds
 from kvist.spec.families.patterns import (
     RECURRENT,
     indices_of,
-    inside,
     listed,
     longest,
     missing_pattern,
     number_of_layers,
     own,
     reading,
-    section,
     split,
 )
 from kvist.spec.families.reading import FULL, Reader, Reading, Size, class_default, draft_count
@@ -42,7 +40,7 @@ def _latent(keys: ConfigKeys, *, rank: int, rope: int, least: int = 1) -> Latent
 def _heads(keys: ConfigKeys, *, heads: int, dim: int) -> State:
     """The linear layer, whose sizes lie under ``linear_attn_config`` or, as transformers writes them, at the top."""
     default = class_default(keys)
-    inner = section(keys, "linear_attn_config")
+    inner = keys.section("linear_attn_config")
     size = {}
     for printed, written, taken in (
         ("num_heads", "linear_num_heads", heads),
@@ -65,7 +63,7 @@ def _heads(keys: ConfigKeys, *, heads: int, dim: int) -> State:
 
 def _named_kinds(keys: ConfigKeys, layers: int, *, first: int) -> list[str] | None:
     """Kinds as ``linear_attn_config`` names them: which layers are linear, which are full, or both."""
-    inner = section(keys, "linear_attn_config")
+    inner = keys.section("linear_attn_config")
     sets: dict[str, set[int]] = {}
     for name in ("kda_layers", "full_attn_layers"):
         where = f"linear_attn_config.{name}"
@@ -195,14 +193,8 @@ def _shares_indexer(keys: ConfigKeys, layers: int) -> list[bool]:
     return [kind == "shared" for kind in kinds]
 
 
-_KIMI = ("kimi_linear", "kimi_k3_text", "kimi_k3")
-_GLM = ("glm5_next_text", "glm5_next")
-
 KDA: dict[str, Reader] = {
     "kimi_linear": _kimi_linear,
-    "kimi_k3": inside("text_config", model_types=_KIMI, reader=_kimi_linear),
     "bailing_hybrid": _bailing_hybrid,
-    "bailing_moe_v3_vl": inside("text_config", model_types=("bailing_hybrid",), reader=_bailing_hybrid),
     "glm5_next_text": _glm5_next,
-    "glm5_next": inside("text_config", model_types=_GLM, reader=_glm5_next),
 }

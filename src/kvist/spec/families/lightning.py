@@ -4,7 +4,6 @@ from kvist.spec.config_keys import ConfigKeys
 from kvist.spec.families import states
 from kvist.spec.families.patterns import (
     RECURRENT,
-    inside,
     listed,
     longest,
     missing_pattern,
@@ -123,7 +122,6 @@ LIGHTNING: dict[str, Reader] = {
     "minimax": _minimax,
     "minimax_text_01": _minimax,
     "minimax_m1": _minimax,
-    "minimax_vl_01": inside("text_config", model_types=("minimax_text_01",), reader=_minimax),
     "bailing_moe_linear": _bailing_linear,
     "bailing_moe_linear_v2": _bailing_linear,
     "minicpm_sala": _minicpm_sala,

@@ -11,14 +11,12 @@ from kvist.spec.families.patterns import (
     PLAIN,
     RECURRENT,
     indices,
-    inside,
     listed,
     longest,
     missing_pattern,
     number_of_layers,
     own,
     reading,
-    section,
     spelled,
     split,
 )
@@ -202,7 +200,7 @@ def _granite(keys: ConfigKeys) -> Reading:
 
 def _counted(keys: ConfigKeys, layers: int) -> list[str]:
     """Kinds from numbers of layers by kind, which extracts give; on their order no byte depends."""
-    counts = section(keys, "layer_type_counts")
+    counts = keys.section("layer_type_counts")
     if keys.get("layer_type_counts") is None:
         raise missing_pattern(keys, "layer_types", "it names each layer mamba or attention")
     attention, mamba = (counts.count(name, least=0) for name in ("attention", "mamba"))
@@ -344,8 +342,6 @@ def _phi4_flash(keys: ConfigKeys) -> Reading:
     return reading(keys, found, max_context=longest(keys, default=4096))
 
 
-_inside_nemotron = inside("text_config", "llm_config", model_types=("nemotron_h",), reader=_nemotron_h)
-
 MAMBA_HYBRIDS: dict[str, Reader] = {
     "jamba": _jamba,
     "zamba": _zamba,
@@ -354,10 +350,6 @@ MAMBA_HYBRIDS: dict[str, Reader] = {
     "granitemoehybrid": _granite,
     "falcon_h1": _falcon_h1,
     "nemotron_h": _nemotron_h,
-    "nemotron_h_omni": _inside_nemotron,
-    "NemotronH_Nano_VL_V2": _inside_nemotron,
-    "NemotronH_Nano_Omni_Reasoning_V3": _inside_nemotron,
-    "nemo_speechlm": _inside_nemotron,
     "plamo2": _plamo2,
     "phi4flash": _phi4_flash,
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvist.errors import BadFile, UnsupportedModel
 from kvist.spec.config_keys import ConfigKeys
-from kvist.spec.families.reading import FULL, Reader, Reading, Size, class_default, count_of_layers
+from kvist.spec.families.reading import FULL, Reading, Size, class_default, count_of_layers
 from kvist.spec.foreign import refuse_foreign
 from kvist.spec.layers import Layer
 
@@ -31,16 +31,6 @@ def number_of_layers(keys: ConfigKeys, *aliases: str, size: Size | None = None) 
     if aliases:
         keys.rename({"num_hidden_layers": aliases})
     return count_of_layers(keys, size)
-
-
-def section(keys: ConfigKeys, key: str) -> ConfigKeys:
-    """Return an object of the configuration, whose keys are read as the file's own; empty where it is left out."""
-    part = keys.get(key)
-    if part is not None and not isinstance(part, dict):
-        raise keys.wrong(key, "an object")
-    inner = ConfigKeys((part or {}) | {"model_type": keys.family}, name=f"{keys.name}: {key}")
-    inner.assumed = keys.assumed
-    return inner
 
 
 def listed(keys: ConfigKeys, *names: str, layers: int | None, words: Mapping[str, str] = PLAIN) -> list[str] | None:
@@ -175,30 +165,6 @@ def reading(keys: ConfigKeys, layers: Sequence[Layer], *, max_context: int, draf
         assumed=tuple(keys.assumed),
         draft_layers=tuple(draft),
     )
-
-
-def inside(*names: str, model_types: tuple[str, ...], reader: Reader) -> Reader:
-    """Return the reader of a multimodal configuration, whose text model lies under one of ``names``.
-
-    Extracts of such files have the text model's keys at the top; they are read as they are, and that is said.
-    """
-
-    def read(keys: ConfigKeys) -> Reading:
-        for name in names:
-            if keys.get(name) is None:
-                continue
-            inner = keys.nested(name, model_type=model_types[0], only=False)
-            if inner.family not in model_types:
-                raise keys.unread(
-                    f"{name}.model_type", f"it is {inner.family!r}; supported are {', '.join(model_types)}"
-                )
-            return reader(inner)
-        if keys.get("num_hidden_layers") is None:
-            raise keys.missing(names[0])
-        keys.note(names[0], None, "left out: the text model's keys are at the top of the file")
-        return reader(keys.flat(model_type=model_types[0]))
-
-    return read
 
 
 def _shown(value: Any) -> str:

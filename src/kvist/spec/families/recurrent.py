@@ -3,7 +3,7 @@
 from kvist.errors import UnsupportedModel
 from kvist.spec.config_keys import ConfigKeys
 from kvist.spec.families import states
-from kvist.spec.families.patterns import indices, longest, number_of_layers, own, reading, section
+from kvist.spec.families.patterns import indices, longest, number_of_layers, own, reading
 from kvist.spec.families.reading import Reader, Reading, class_default
 from kvist.spec.layers import Attention, Layer, Parallel
 
@@ -79,7 +79,7 @@ def _mamba_ssm(keys: ConfigKeys) -> Reading:
     layers = number_of_layers(keys, "n_layer")
     keys.set("hidden_size", keys.count("d_model"))
     own(keys, "d_intermediate")
-    ssm = section(keys, "ssm_cfg")
+    ssm = keys.section("ssm_cfg")
     kind = ssm.text("layer", default="Mamba1", source=source)
     width = ssm.count("expand", default=2, source=source) * keys.count("d_model")
     kernel = ssm.count("d_conv", default=4, source=source)
@@ -98,7 +98,7 @@ def _mamba_ssm(keys: ConfigKeys) -> Reading:
     attention = indices(keys, "attn_layer_idx", layers=layers) or set()
     kinds: list[Layer] = [state] * layers
     for index in attention:
-        kinds[index] = _mamba_ssm_attention(section(keys, "attn_cfg"), keys.count("d_model"))
+        kinds[index] = _mamba_ssm_attention(keys.section("attn_cfg"), keys.count("d_model"))
     return reading(keys, kinds, max_context=longest(keys, default=None))
 
 
