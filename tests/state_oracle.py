@@ -30,7 +30,7 @@ def held_by_transformers(config: Mapping[str, Any], *, tokens: int, device: str 
 
     ``device`` is another than ``meta`` for models that look at values on the way.
     """
-    with _quietly(), torch.device(device), torch.no_grad():
+    with quietly(), torch.device(device), torch.no_grad():
         built = transformers.AutoConfig.for_model(
             config["model_type"], **{key: value for key, value in config.items() if key != "model_type"}
         )
@@ -44,7 +44,7 @@ def held_by_transformers(config: Mapping[str, Any], *, tokens: int, device: str 
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     import torch.fx.experimental._config as meta_config
 
     verbosity = transformers.logging.get_verbosity()
