@@ -32,6 +32,7 @@ class Tensor:
             all of it.
         copies: experts of this shape.
         used: of them, those that one token passes through.
+        rows: whether ranks cut it along what it reads, so that each writes all of what it writes.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Tensor:
     units: int = 1
     copies: int = 1
     used: int = 1
+    rows: bool = False
 
     @property
     def elements(self) -> int:
@@ -212,7 +214,14 @@ class Network:
         self._prefix, self._block = self._of_layer + (name and f"{name}."), block
 
     def add(
-        self, name: str, *shape: int, role: Role = "other", units: int = 1, copies: int = 1, used: int | None = None
+        self,
+        name: str,
+        *shape: int,
+        role: Role = "other",
+        units: int = 1,
+        copies: int = 1,
+        used: int | None = None,
+        rows: bool = False,
     ) -> None:
         """Add ``copies`` tensors of one shape; ones without elements are not there."""
         if prod(shape) and copies:
@@ -226,6 +235,7 @@ class Network:
                     units=units,
                     copies=copies,
                     used=copies if used is None else used,
+                    rows=rows,
                 )
             )
 
@@ -243,7 +253,7 @@ class Network:
         role: Role = "linear",
     ) -> None:
         """Add a matrix ``[out, in]`` and its bias; cut along ``in`` (``rows``), every rank holds the bias."""
-        self.add(name, out, into, role=role, units=units, copies=copies, used=used)
+        self.add(name, out, into, role=role, units=units, copies=copies, used=used, rows=rows)
         if bias:
             self.add(f"{name}.bias", out, units=1 if rows else units, copies=copies, used=used)
 
