@@ -21,7 +21,7 @@ from kvist.spec.families.reading import (
     heads_and_widths,
     layer_types,
 )
-from kvist.spec.families.windows import hold_counts
+from kvist.spec.families.windows import hold_counts, rope_layers
 from kvist.spec.layers import Attention, Indexer, Latent, Layer, Parallel, Shared
 
 # What a file may print of a layer's latents without changing what is stored.
@@ -41,7 +41,8 @@ class MLA:
         schedule: which layers have an indexer; the others reuse the choice of one before them, and store no keys
             for it.
         doubled: whether each of ``num_layers`` has two attention blocks (LongCat-Flash).
-        sources: whether ``kv_source_layers`` may make a layer read another's latents.
+        sources: whether ``kv_source_layers`` may make a layer read another's latents, and ``no_rope_layers`` drop the
+            rotary key.
     """
 
     context: int
@@ -74,7 +75,7 @@ def _latent(family: MLA, keys: ConfigKeys) -> Reading:
     choosing = family.schedule(keys, layers) if family.schedule else [True] * layers
     found: list[Layer] = [full if chooses else plain for chooses in choosing]
     if family.sources:
-        found = _sharing(keys, found)
+        found = _sharing(keys, _unturned(keys, found))
     return finished(keys, found, draft=full)
 
 
@@ -134,6 +135,15 @@ def _listed_indexers(keys: ConfigKeys, layers: int) -> list[bool] | None:
         if kind not in ("full", "shared"):
             raise keys.wrong(f"indexer_types[{index}]", "full or shared", shown=repr(kind)[:40])
     return [kind == "full" for kind in kinds]
+
+
+def _unturned(keys: ConfigKeys, layers: list[Layer]) -> list[Layer]:
+    """Mistral Large 4: layers that turn no positions have no rotary key beside the latent."""
+    turned = rope_layers(keys, len(layers))
+    return [
+        layer if turns or not isinstance(layer, Latent) else replace(layer, rope_dim=0)
+        for layer, turns in zip(layers, turned, strict=True)
+    ]
 
 
 def _sharing(keys: ConfigKeys, layers: list[Layer]) -> list[Layer]:

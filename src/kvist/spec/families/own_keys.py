@@ -126,6 +126,8 @@ def phi3_layers(keys: ConfigKeys) -> None:
 
 def modernbert_window(keys: ConfigKeys) -> None:
     """ModernBERT's decoder sees half of ``local_attention``. Source: ModernBertDecoderConfig of transformers."""
-    width = keys.count("local_attention", default=128, least=2, source="default of modernbert-decoder in transformers")
-    keys.settle("sliding_window", width // 2)
+    if keys.get("sliding_window") is None:
+        source = "default of modernbert-decoder in transformers"
+        keys.settle("sliding_window", keys.count("local_attention", default=128, least=2, source=source) // 2)
+    keys.get("local_attention")
     all_heads(keys)
