@@ -363,7 +363,7 @@ def blocks(*, count: int = N, **shapes: list[int]) -> dict[str, list[int]]:
             "phi3",
             {"attn_qkv": [768, 512]},
             {"attn_qkv": [700, 512]},
-            "attn_qkv.weight gives 700 values a token, which are no",
+            "attn_qkv.weight gives 700 values a token, which are not 8 queries",
         ),
         (
             "deepseek2",

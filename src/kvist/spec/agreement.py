@@ -85,6 +85,12 @@ _DRAFT_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_l
 _PLAIN = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma3"})
 
 
+# Keys by which layers have query heads of their own number.
+_OWN_QUERIES = frozenset(
+    {"per_layer_config", "num_query_heads", "attention_other_setting", "num_attention_heads_per_layer"}
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Claim:
     """What a description says of the tensors.
@@ -193,14 +199,19 @@ class Claim:
             raise BadFile(f"{self.file}: {name} takes {shape[1]} values, the hidden size is {hidden}", key=name)
 
     def _hold_fused(self, name: str, shape: tuple[int, ...], stored: int, key_dim: int) -> None:
-        """Queries, keys and values in one matrix: what is not stored must be whole queries, at least one."""
+        """Queries, keys and values in one matrix: what is not stored must be the queries."""
         if len(shape) != 2:
             return
         # GPT-2 keeps its matrices the other way round.
         widths = [side - stored for side in (shape if name.endswith("c_attn.weight") else shape[:1])]
-        if not any(width > 0 and width % key_dim == 0 for width in widths):
+        queries = self.config.get("num_attention_heads")
+        if isinstance(queries, int) and not _OWN_QUERIES & set(self.config):
+            fits, asked = queries * key_dim in widths, f"{queries} queries"
+        else:
+            fits, asked = any(width > 0 and width % key_dim == 0 for width in widths), "whole queries"
+        if not fits:
             raise BadFile(
-                f"{self.file}: {name} gives {shape[0]} values a token, which are no queries of width {key_dim} beside "
+                f"{self.file}: {name} gives {shape[0]} values a token, which are not {asked} of width {key_dim} beside "
                 f"{stored} of keys and values",
                 key=name,
             )
