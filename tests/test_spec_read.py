@@ -148,6 +148,8 @@ def test_a_file_with_the_metadata_of_a_known_model_but_other_layers_keeps_its_ow
         (b"[" * 100_000, "is not JSON"),
         (b'{"a": ' + b"9" * 5000 + b"}", "is not JSON"),
         (b" " * (2**22 + 1), "larger than 4 MiB"),
+        (b'{"a": [' + b"[]," * 2**19 + b"[]]}", "holds about 1,048,5.. values"),
+        (b'{"a": "\\ud800", "a": 1}', "'a' is given twice"),
         (b'{"num_hidden_layers": 2}', "model_type is missing"),
         (b'{"model_type": "llama", "num_hidden_layers": NaN}', "num_hidden_layers is nan"),
     ],
@@ -157,6 +159,52 @@ def test_broken_configurations_name_what_is_wrong(tmp_path: Path, content: bytes
     path.write_bytes(content)
     with pytest.raises(kvist.InputError, match=says):
         ModelSpec.read(path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
+def test_a_configuration_may_be_in_any_unicode(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(json.dumps(CONFIG, ensure_ascii=False).encode(encoding))
+    assert ModelSpec.read(path).layers == read_description(CONFIG, name="tiny").layers
+
+
+def test_keys_that_are_given_twice(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    text = json.dumps(CONFIG)[:-1]
+    path.write_text(f'{text}, "num_key_value_heads": 2}}')
+    assert ModelSpec.read(path).layers[0] == read_description(CONFIG, name="tiny").layers[0]
+    path.write_text(f'{text}, "num_key_value_heads": 4}}')
+    with pytest.raises(BadFile, match="'num_key_value_heads' is given twice, as 2 and as 4; keep one"):
+        ModelSpec.read(path)
+    # Not a number: it does not equal itself, and yet says the same.
+    path.write_text(f'{text}, "x": NaN, "x": NaN, "time_step_limit": [0.0, Infinity]}}')
+    assert ModelSpec.read(path).layers
+
+
+def test_what_may_not_be_read_says_so(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse)
+        for read in (ModelSpec.read, read_object, read_gguf, read_file):
+            with pytest.raises(BadFile, match=r"config\.json: cannot be read: Permission denied"):
+                read(config)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "iterdir", refuse)
+        with pytest.raises(BadFile, match="tiny: cannot be read: Permission denied"):
+            ModelSpec.read(config.parent)
+
+
+def test_a_directory_of_the_hubs_cache_is_called_after_its_model(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--acme--Tiny-7B" / "snapshots" / "0123abcd"
+    blob = tmp_path / "models--acme--Tiny-7B" / "blobs" / "ffff"
+    for directory in (snapshot, blob.parent):
+        directory.mkdir(parents=True)
+    blob.write_text(json.dumps(CONFIG))
+    (snapshot / "config.json").symlink_to(blob)
+    assert ModelSpec.read(snapshot).name == "Tiny-7B"
+    assert ModelSpec.read(snapshot / "config.json").name == "Tiny-7B"
 
 
 def test_an_override_is_listed_and_makes_the_answer_inexact(config: Path) -> None:

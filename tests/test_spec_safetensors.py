@@ -125,6 +125,32 @@ def test_a_directory_without_weights_has_none(tmp_path: Path) -> None:
     assert ModelSpec.read(tmp_path).weights_bytes is None
 
 
+def test_files_without_an_index(tmp_path: Path) -> None:
+    for number in (1, 2):
+        save_file({f"t{number}": np.zeros(4, np.float32)}, tmp_path / f"model-0000{number}-of-00002.safetensors")
+    save_file({"adapter": np.zeros(4, np.float32)}, tmp_path / "adapter_model.safetensors")
+    found = read_weights(tmp_path)
+    assert found is not None
+    assert sorted(found.tensors) == ["t1", "t2"]
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(BadFile, match=r"holds 1 of the 2 parts of model-00002-of-00002.safetensors; fetch the others"):
+        read_weights(tmp_path)
+    save_file({"t2": np.zeros(4, np.float32)}, tmp_path / "other.safetensors")
+    save_file({"t1": np.zeros(4, np.float32)}, tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(BadFile, match=r"other\.safetensors and another \.safetensors file both hold 't2'"):
+        read_weights(tmp_path)
+
+
+def test_an_index_may_be_large_and_must_not_repeat_itself(tmp_path: Path) -> None:
+    save_file({"a": np.zeros(4, np.float32)}, tmp_path / "model-1.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"note": " " * 2**23}, "weight_map": {"a": "model-1.safetensors"}}))
+    assert read_weights(tmp_path)
+    index.write_text('{"weight_map": {"a": "model-1.safetensors", "a": "model-2.safetensors"}}')
+    with pytest.raises(BadFile, match=r"'a' is given twice, as 'model-1.safetensors' and as 'model-2.safetensors'"):
+        read_weights(tmp_path)
+
+
 _GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
@@ -147,6 +173,10 @@ _GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (torn({"a": _GOOD | {"data_offsets": [0]}}, 8), "lacks dtype"),
         (torn({"a": _GOOD}, 7), "its tensors end at byte"),
         (torn({"a": _GOOD}, 9), "its tensors end at byte"),
+        (torn({"a": _GOOD, "b": _GOOD | {"data_offsets": [9, 17]}}, 17), "take 16 bytes but end at 17"),
+        (torn({"a": _GOOD, "b": _GOOD}, 8), "they overlap, or leave holes"),
+        (torn(b'{"a": 1, "a": 2}'), "'a' is given twice, as 1 and as 2"),
+        (torn(b"[" * 2**22), "holds about"),
     ],
 )
 def test_broken_files_name_what_is_wrong(tmp_path: Path, data: bytes, says: str) -> None:
