@@ -141,6 +141,12 @@ def test_explained_sums_are_the_planned_ones(spec: ModelSpec, fmt: CacheFormat, 
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_explanations_are_json(fmt: CacheFormat) -> None:
+    for row in explain(kvist.plan(EVERY, format=fmt, tokens=1)):
+        assert json.loads(json.dumps(row.to_dict()))["value"] == float(row.value)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_tables_are_readable_at_80_columns(fmt: CacheFormat, capsys: pytest.CaptureFixture[str]) -> None:
     print_plan(kvist.plan(EVERY, format=fmt, cache_memory="1GiB", engine="kvist"), explained=True)
     lines = capsys.readouterr().out.splitlines()

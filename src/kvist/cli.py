@@ -208,6 +208,12 @@ def _add_plan(commands: Any) -> None:
     command.add_argument(
         "--context", type=values.tokens(), metavar="N", help="tokens of each user's sequence (8k); with a memory"
     )
+    command.add_argument(
+        "--encoder-tokens",
+        type=values.tokens(),
+        metavar="N",
+        help="length of an encoder's output, where it is open",
+    )
     command.add_argument("--engine", choices=["kvist"], help="show how this engine cuts the memory")
     command.add_argument(
         "--assume",
@@ -341,6 +347,7 @@ def run_plan(args: argparse.Namespace) -> int:
         users=args.users,
         block_tokens=args.block,
         engine=args.engine,
+        encoder_tokens=args.encoder_tokens,
     )
     if not args.json:
         from kvist.report.plan_tables import print_plan
@@ -351,10 +358,7 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.explain:
         from kvist.planning.explain import explain
 
-        content["explain"] = [
-            {"what": row.what, "value": row.value, "formula": row.formula, "source": row.source}
-            for row in explain(answer)
-        ]
+        content["explain"] = [row.to_dict() for row in explain(answer)]
     return _print_json(content)
 
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from kvist.planning.explain_layers import config_keys, explain_vectors, terms_of
 from kvist.planning.plan import Budget, Plan
-from kvist.spec.layers import Rate
+from kvist.spec.layers import Rate, rate_in_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +17,12 @@ class Explained:
     value: Rate
     formula: str
     source: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """As under ``explain`` in the JSON of ``kvist plan --explain``."""
+        return {
+            "what": self.what, "value": rate_in_json(self.value), "formula": self.formula, "source": self.source,
+        }  # fmt: skip
 
 
 def explain(plan: Plan) -> list[Explained]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvist.spec.formats import CacheFormat
-from kvist.spec.layers import Compressed, Indexer, Latent, Layer, Parallel, Rate, State
+from kvist.spec.layers import Compressed, Indexer, Latent, Layer, Parallel, Rate, State, rate_in_json
 from kvist.spec.model import ModelSpec
 
 # Left out of a row where a layer has none of it.
@@ -238,10 +238,10 @@ class Plan:
             "format": {"key": self.format.key, "value": self.format.value},
             "layers": [row.to_dict() for row in self.layers],
             "max_context": spec.max_context,
-            "append_bytes_per_token": _number(self.append_bytes_per_token),
-            "retained_bytes_per_token": _number(self.retained_bytes_per_token),
-            "indexer_bytes_per_token": _number(self.indexer_bytes_per_token),
-            "draft_append_bytes_per_token": _number(self.draft_append_bytes_per_token),
+            "append_bytes_per_token": rate_in_json(self.append_bytes_per_token),
+            "retained_bytes_per_token": rate_in_json(self.retained_bytes_per_token),
+            "indexer_bytes_per_token": rate_in_json(self.indexer_bytes_per_token),
+            "draft_append_bytes_per_token": rate_in_json(self.draft_append_bytes_per_token),
             "state_bytes": self.state_bytes,
             "cross_bytes_per_encoder_token": self.cross_bytes_per_encoder_token,
             "sequence_bytes": {str(tokens): size for tokens, size in self.sequence_bytes.items()},
@@ -271,8 +271,3 @@ def format_notes(spec: ModelSpec, fmt: CacheFormat) -> tuple[str, ...]:
 
 def _rows(layers: tuple[Layer, ...]) -> tuple[LayerRow, ...]:
     return tuple(LayerRow(layer=layer, count=count) for layer, count in Counter(layers).items())
-
-
-def _number(rate: Rate) -> int | float:
-    """A rate in JSON: a whole number of bytes as one."""
-    return rate if isinstance(rate, int) else float(rate)

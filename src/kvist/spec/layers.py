@@ -418,3 +418,8 @@ def total(rates: Iterable[Rate]) -> Rate:
     """The sum of rates, as an integer where it is one."""
     found = sum(rates)
     return found if isinstance(found, int) or found.denominator != 1 else found.numerator
+
+
+def rate_in_json(rate: Rate) -> int | float:
+    """A rate as JSON has it: an integer where it is whole."""
+    return rate if isinstance(rate, int) else float(rate)
