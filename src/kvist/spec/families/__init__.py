@@ -4,53 +4,65 @@ A reader answers exactly or raises; a key that the configuration leaves out gets
 in transformers, which is what every engine loads, and is listed as an assumption.
 """
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
 from kvist.errors import InputError, UnsupportedModel
 from kvist.spec.config_keys import ConfigKeys
-from kvist.spec.families.classes import family_of_class
-from kvist.spec.families.compressed import COMPRESSED
-from kvist.spec.families.convolutions import CONVOLUTIONS
-from kvist.spec.families.decoders import DECODERS
-from kvist.spec.families.dense import read_dense
-from kvist.spec.families.encoder_decoder import ENCODER_DECODER
-from kvist.spec.families.gated_delta import GATED_DELTA
-from kvist.spec.families.gguf_only import GGUF_ONLY
-from kvist.spec.families.gpt import GPT
-from kvist.spec.families.kda import KDA
-from kvist.spec.families.latent import LATENT
-from kvist.spec.families.lightning import LIGHTNING
-from kvist.spec.families.llamas import LLAMAS
-from kvist.spec.families.mamba_hybrids import MAMBA_HYBRIDS
-from kvist.spec.families.nested import NESTED, read_inside
-from kvist.spec.families.own_shapes import OWN_SHAPES
 from kvist.spec.families.reading import Reader, Reading
-from kvist.spec.families.recurrent import RECURRENT_MODELS
-from kvist.spec.families.shared_kv import SHARED_KV
-from kvist.spec.families.untyped import read_untyped
-from kvist.spec.families.windowed import WINDOWED
 from kvist.spec.foreign import refuse_foreign
 
 __all__ = ["FAMILIES", "Reading", "read_config"]
 
-FAMILIES: dict[str, Reader] = {
-    **DECODERS,
-    **{name: partial(read_dense, family) for name, family in {**GPT, **LLAMAS, **WINDOWED, **GGUF_ONLY}.items()},
-    **OWN_SHAPES,
-    **SHARED_KV,
-    **LATENT,
-    **COMPRESSED,
-    **ENCODER_DECODER,
-    **RECURRENT_MODELS,
-    **MAMBA_HYBRIDS,
-    **GATED_DELTA,
-    **KDA,
-    **LIGHTNING,
-    **CONVOLUTIONS,
+# The files and the dict of readers in each, in the order in which a family is looked for.
+_FILES = {
+    "decoders": "DECODERS",
+    "llamas": "LLAMAS",
+    "windowed": "WINDOWED",
+    "latent": "LATENT",
+    "gpt": "GPT",
+    "own_shapes": "OWN_SHAPES",
+    "shared_kv": "SHARED_KV",
+    "compressed": "COMPRESSED",
+    "nested": "WRAPPERS",
+    "encoder_decoder": "ENCODER_DECODER",
+    "gated_delta": "GATED_DELTA",
+    "kda": "KDA",
+    "lightning": "LIGHTNING",
+    "mamba_hybrids": "MAMBA_HYBRIDS",
+    "recurrent": "RECURRENT_MODELS",
+    "convolutions": "CONVOLUTIONS",
+    "gguf_only": "GGUF_ONLY",
 }
-FAMILIES |= {name: partial(read_inside, nesting, FAMILIES) for name, nesting in NESTED.items()}
+
+
+class _Families(Mapping[str, Reader]):
+    """The readers of all files. A file is imported when a family is looked for that no file before it has.
+
+    One model needs one reader, and importing all of them would take most of the time that planning it takes.
+    """
+
+    def __getitem__(self, family: str) -> Reader:
+        for readers in self._files():
+            if family in readers:
+                return readers[family]
+        raise KeyError(family)
+
+    def __iter__(self) -> Iterator[str]:
+        for readers in self._files():
+            yield from readers
+
+    def __len__(self) -> int:
+        return sum(len(readers) for readers in self._files())
+
+    def _files(self) -> Iterator[Mapping[str, Reader]]:
+        for file, name in _FILES.items():
+            readers: Mapping[str, Reader] = getattr(import_module(f"{__name__}.{file}"), name)
+            yield readers
+
+
+FAMILIES: Mapping[str, Reader] = _Families()
 
 
 def read_config(config: Mapping[str, Any], *, name: str, overrides: Mapping[str, Any] | None = None) -> Reading:
@@ -77,21 +89,27 @@ def read_config(config: Mapping[str, Any], *, name: str, overrides: Mapping[str,
 
 def _reader(keys: ConfigKeys) -> Reader:
     """The reader of the type that is named, else of the class that is."""
+    family = keys.get("model_type")
+    if isinstance(family, str) and family in FAMILIES:
+        return FAMILIES[family]
+    from kvist.spec.families.classes import family_of_class
+
     of_class = family_of_class(keys.config)
-    if keys.get("model_type") is None and of_class is None and not keys.get("architectures"):
+    if family is None and of_class is None and not keys.get("architectures"):
+        from kvist.spec.families.untyped import read_untyped
+
         return read_untyped
     family = keys.text("model_type", default=of_class, source="implied by `architectures`")
-    if family not in FAMILIES and of_class in FAMILIES:
+    if of_class is not None and family != of_class:
         keys.note("model_type", of_class, f"implied by `architectures`; {family!r} is no type that is known")
         keys.set("model_type", of_class)
+    if of_class is not None:
         return FAMILIES[of_class]
-    if family not in FAMILIES:
-        from difflib import get_close_matches
+    from difflib import get_close_matches
 
-        near = get_close_matches(family, FAMILIES, n=3)
-        raise UnsupportedModel(
-            f"{keys.name}: model_type is {family[:60]!r}, which is not among the {len(FAMILIES)} that are read"
-            f"{f' (nearest: {chr(44).join(near)})' if near else ''}; --assume model_type=TYPE reads it as another",
-            key="model_type",
-        )
-    return FAMILIES[family]
+    near = get_close_matches(family, FAMILIES, n=3)
+    raise UnsupportedModel(
+        f"{keys.name}: model_type is {family[:60]!r}, which is not among the {len(FAMILIES)} that are read"
+        f"{f' (nearest: {chr(44).join(near)})' if near else ''}; --assume model_type=TYPE reads it as another",
+        key="model_type",
+    )

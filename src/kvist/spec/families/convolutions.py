@@ -252,7 +252,7 @@ def _inkling_mm(keys: ConfigKeys) -> Reading:
             if drafts.get(name) is not None and text.get(inner) is None:
                 text = text | {inner: drafts.get(name)}
         keys.set("text_config", text)
-    return read_inside(Nesting(inside=(("text_config",),), family="inkling_text"), _INKLING, keys)
+    return read_inside(Nesting(inside=(("text_config",),), family="inkling_text"), keys, _INKLING)
 
 
 def _looped(keys: ConfigKeys, kinds: list[str]) -> list[str]:

@@ -6,6 +6,7 @@ keys, and by which rule its layers have windows. The lines are in ``gpt.py``, ``
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from kvist.spec.config_keys import ConfigKeys
 from kvist.spec.families import windows
@@ -13,6 +14,7 @@ from kvist.spec.families.reading import (
     CHUNKED,
     FULL,
     SLIDING,
+    Reader,
     Reading,
     Size,
     class_default,
@@ -86,3 +88,8 @@ def read_dense(family: Dense, keys: ConfigKeys) -> Reading:
     keys.set("layer_types", kinds)
     layers = per_layer(keys, kinds, [limited[kind] for kind in kinds])
     return finished(keys, layers, draft=full if set(kinds) == {FULL} else None)
+
+
+def readers_of(families: Mapping[str, Dense]) -> dict[str, Reader]:
+    """Return a reader for each family."""
+    return {name: partial(read_dense, family) for name, family in families.items()}

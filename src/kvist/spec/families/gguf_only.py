@@ -5,13 +5,13 @@ number of KV heads that it does not have), so that none of these names is a ``mo
 Source: the file of each in ``src/models`` of llama.cpp, and its conversion script.
 """
 
-from kvist.spec.families.dense import Dense
+from kvist.spec.families.dense import Dense, readers_of
 from kvist.spec.families.windows import everywhere
 
 _FULL = Dense(context=None)
 _WINDOWS = Dense(context=None, rule=everywhere(), window=1)
 
-GGUF_ONLY = {
+_GGUF_FAMILIES = {
     "gguf:plamo": _FULL,
     "gguf:codeshell": _FULL,
     "gguf:cogvlm": _FULL,
@@ -24,3 +24,5 @@ GGUF_ONLY = {
     "gguf:smallthinker": _WINDOWS,
     "gguf:spark2_5": _WINDOWS,
 }
+
+GGUF_ONLY = readers_of(_GGUF_FAMILIES)

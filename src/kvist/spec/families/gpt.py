@@ -4,7 +4,7 @@ Source of each line: the configuration and modelling files of that name in trans
 transformers does not have, the code that is published with the models.
 """
 
-from kvist.spec.families.dense import Dense
+from kvist.spec.families.dense import Dense, readers_of
 from kvist.spec.families.own_keys import (
     all_heads,
     chatglm_heads,
@@ -26,7 +26,7 @@ _BLOOM = {_LAYERS: ("n_layer",), _HEADS: ("n_head",), _HIDDEN: ("n_embed",)}
 _CHATGLM = {_LAYERS: ("num_layers",), "head_dim": ("kv_channels",)}
 _POSITIONS = ("n_positions",)
 
-GPT = {
+GPT_FAMILIES = {
     "gpt2": Dense(context=1024, layers=12, heads=12, hidden=768, names=_GPT2, contexts=_POSITIONS, prepare=gpt2_heads),
     "gpt-sw3": Dense(context=1024, names=_GPT2, contexts=_POSITIONS, prepare=all_heads),
     "jais": Dense(context=1024, names=_GPT2, contexts=_POSITIONS, prepare=all_heads),
@@ -61,3 +61,5 @@ GPT = {
     "baichuan": Dense(context=4096, contexts=("model_max_length",), prepare=all_heads),
     "internlm": Dense(context=2048, prepare=all_heads),
 }  # fmt: skip
+
+GPT = readers_of(GPT_FAMILIES)

@@ -4,12 +4,13 @@ Source of each line: the configuration and modelling files of that name in trans
 transformers does not have, the code that is published with the models.
 """
 
-from kvist.spec.families.dense import Dense
+from kvist.spec.families.dense import Dense, readers_of
 from kvist.spec.families.own_keys import attention_everywhere, jetmoe_heads
 
+_GROUPS = {"num_key_value_heads": ("num_attention_groups",)}
 _NUM_LAYERS = {"num_hidden_layers": ("num_layers",)}
 
-LLAMAS = {
+LLAMA_FAMILIES = {
     # Kept by transformers.
     "apertus": Dense(context=65536, layers=32, heads=32, hidden=4096),
     "apertus1p5_text": Dense(context=65536, layers=32, heads=32, hidden=4096),
@@ -41,9 +42,6 @@ LLAMAS = {
     "granitemoe": Dense(context=2048),
     "granitemoeshared": Dense(context=2048),
     "helium": Dense(context=4096, kv_heads=20, head_dim=128),
-    "hunyuan_v1_dense": Dense(context=2048, layers=32, heads=32, hidden=4096),
-    "hunyuan_v1_moe": Dense(context=2048),
-    "hunyuan_vl_text": Dense(context=2048, layers=32, heads=32, hidden=4096),
     "hy_v3": Dense(context=131072, kv_heads=8, head_dim=128),
     "hyperclovax": Dense(context=2048, layers=32, heads=32, hidden=4096),
     "internlm3": Dense(context=32768, kv_heads=2, head_dim=128),
@@ -71,12 +69,18 @@ LLAMAS = {
     "bailing_moe": Dense(context=16384),
     "bailing_moe_v2": Dense(context=16384),
     "deepseek": Dense(context=2048),
+    "ernie4_5_moe_vl": Dense(context=131072),
     "grok-1": Dense(context=None),
     "internlm2": Dense(context=2048),
+    "internlmxcomposer2": Dense(context=2048),
     "minicpm": Dense(context=2048),
+    "molmo": Dense(context=2048),
     "orion": Dense(context=4096),
     "phi3small": Dense(context=8192, kv_heads=8),
     "skywork": Dense(context=2048),
     "stablelm_epoch": Dense(context=4096),
+    "step3_text": Dense(context=65536, names=_GROUPS, contexts=("max_seq_len", "max_position_embedding")),
     "xverse": Dense(context=2048),
 }
+
+LLAMAS = readers_of(LLAMA_FAMILIES)

@@ -8,6 +8,7 @@ published files for names that it does not have.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from kvist.errors import UnsupportedModel
 from kvist.spec.config_keys import ConfigKeys
@@ -82,6 +83,7 @@ NESTED: dict[str, Nesting] = {
     "internvl_chat": _llm("internlm2"),
     "janus": _language("llama"),
     "jev": _text("qwen3_5_text"),
+    "interns1": _text("qwen3_moe"),
     "kimi_k25": _text("deepseek_v3"),
     "kimi_k3": _text("kimi_linear"),
     "kimi_vl": _text("deepseek_v3"),
@@ -90,6 +92,10 @@ NESTED: dict[str, Nesting] = {
     "lighton_ocr": _text("qwen3"),
     "llama4": _text("llama4_text"),
     "llava": _text("llama"),
+    # LLaVA as first published, with the decoder's keys at the outer level.
+    "llava_llama": _text("llama"),
+    "llava_mistral": _text("mistral"),
+    "llava_qwen": _text("qwen2"),
     "llava_next": _text("llama"),
     "llava_next_video": _text("llama"),
     "llava_onevision": _text("qwen2"),
@@ -109,6 +115,7 @@ NESTED: dict[str, Nesting] = {
     "nemotron_h_omni": _llm("nemotron_h"),
     "NemotronH_Nano_VL_V2": _llm("nemotron_h"),
     "ovis": _llm("qwen2"),
+    "ovis2_5": _llm("qwen3"),
     "ovis2": _text("qwen2"),
     "paddleocr_vl": _text("paddleocr_vl_text"),
     "paligemma": _text("gemma"),
@@ -129,6 +136,7 @@ NESTED: dict[str, Nesting] = {
     "qwen4_exp": _text("qwen4_exp_text"),
     "shieldgemma2": _text("gemma3_text"),
     "smolvlm": _text("llama"),
+    "step3_vl": _text("step3_text"),
     "step3p7": _text("step3p5"),
     "t5gemma": Nesting(inside=(("decoder",),), family="t5_gemma_module"),
     "video_llama_3": _text("qwen2"),
@@ -140,21 +148,29 @@ NESTED: dict[str, Nesting] = {
 }
 
 
-def read_inside(nesting: Nesting, families: Mapping[str, Reader], keys: ConfigKeys) -> Reading:
+def read_inside(nesting: Nesting, keys: ConfigKeys, families: Mapping[str, Reader] | None = None) -> Reading:
     """Read the decoder of a larger model.
+
+    Args:
+        nesting: where it lies.
+        keys: of the whole.
+        families: that it may be of; None for all.
 
     Raises:
         UnsupportedModel: the part is of a family that is not read; names the key of its type.
         BadFile: the part is missing or of another kind.
     """
+    from kvist.spec.families import FAMILIES
+
+    known = FAMILIES if families is None else families
     inner = _part(nesting, keys)
-    if inner.family not in families:
+    if inner.family not in known:
         raise UnsupportedModel(
             f"{inner.name}: model_type is {inner.family!r}, which is not read; the configuration of a "
             f"{keys.family} model has another there",
             key="model_type",
         )
-    return families[inner.family](inner)
+    return known[inner.family](inner)
 
 
 def _part(nesting: Nesting, keys: ConfigKeys) -> ConfigKeys:
@@ -167,3 +183,6 @@ def _part(nesting: Nesting, keys: ConfigKeys) -> ConfigKeys:
     if keys.get("num_hidden_layers") is not None:
         return keys.flat(model_type=nesting.family)
     raise keys.missing(nesting.inside[0][0])
+
+
+WRAPPERS: dict[str, Reader] = {name: partial(read_inside, nesting) for name, nesting in NESTED.items()}

@@ -87,11 +87,12 @@ def _wide(keys: ConfigKeys, full: Attention, width: int) -> Attention:
 
 
 def _hunyuan(keys: ConfigKeys) -> Reading:
-    """Hunyuan-Large: with ``use_cla``, each ``cla_share_factor`` layers read what the first of them stores.
+    """Hunyuan: with ``use_cla`` (Hunyuan-Large), ``cla_share_factor`` layers read what the first of them stores.
 
-    Source: the code published with tencent/Tencent-Hunyuan-Large.
+    Later models print the factor and switch it off. Source: the code published with tencent/Tencent-Hunyuan-Large.
     """
-    shape = heads_and_widths(keys, head_dim=None, kv_heads=None)
+    keys.rename({"head_dim": ("attention_head_dim",)})
+    shape = heads_and_widths(keys, head_dim=None, kv_heads=None, size=Size(layers=32, heads=32, hidden=4096))
     context_of(keys, default=2048)
     full = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
     group = keys.count("cla_share_factor") if keys.flag("use_cla", default=False) else 1
@@ -112,4 +113,7 @@ SHARED_KV: dict[str, Reader] = {
     "gemma4_text": partial(_gemma, _GEMMA4),
     "gemma4_unified_text": partial(_gemma, replace(_GEMMA4, context=262144, window=1024)),
     "hunyuan": _hunyuan,
+    "hunyuan_v1_dense": _hunyuan,
+    "hunyuan_v1_moe": _hunyuan,
+    "hunyuan_vl_text": _hunyuan,
 }

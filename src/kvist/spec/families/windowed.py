@@ -5,7 +5,7 @@ transformers does not have, the code that is published with the models.
 """
 
 from kvist.spec.families import windows
-from kvist.spec.families.dense import Dense
+from kvist.spec.families.dense import Dense, readers_of
 from kvist.spec.families.own_keys import modernbert_window, phi3_layers
 from kvist.spec.families.windows import everywhere, full_every, full_first, full_from_the_end
 
@@ -13,7 +13,7 @@ _GEMMA2 = Dense(
     context=8192, layers=26, heads=8, hidden=2304, kv_heads=4, head_dim=256, rule=full_every(2), window=4096
 )
 
-WINDOWED = {
+WINDOWED_FAMILIES = {
     # One window for all layers, or none.
     "ministral": Dense(context=131072, kv_heads=8, rule=everywhere(4096), window=4096),
     "ministral3": Dense(
@@ -27,6 +27,8 @@ WINDOWED = {
     "voxtral_realtime_text": Dense(
         context=131072, layers=32, heads=32, hidden=4096, kv_heads=8, rule=everywhere(4096), window=4096
     ),
+    "phi3_v": Dense(context=4096, rule=everywhere(), prepare=phi3_layers),
+    "phi4mm": Dense(context=4096, rule=everywhere(), prepare=phi3_layers),
     "arctic": Dense(context=4096, rule=everywhere()),
     # Windows that are switched on.
     "qwen2_moe": Dense(context=32768, kv_heads=16, rule=windows.switched_alternating, window=4096),
@@ -42,6 +44,8 @@ WINDOWED = {
     ),
     "qwen3_omni_moe_text": Dense(context=32768, layers=28, heads=28, hidden=2048, kv_heads=4, rule=everywhere()),
     "mimo": Dense(context=32768, kv_heads=32, rule=windows.switched, window=4096),
+    "dots_ocr": Dense(context=32768, kv_heads=32, rule=windows.switched, window=4096),
+    "minicpmo": Dense(context=32768, rule=windows.switched, window=4096),
     "minicpmv": Dense(context=32768, rule=windows.switched, window=4096),
     "smollm3": Dense(context=32768, kv_heads=4, rule=windows.without_rope),
     "dots1": Dense(context=2048, kv_heads=32, rule=windows.dots, window=4096),
@@ -79,3 +83,5 @@ WINDOWED = {
         context=131072, layers=48, heads=40, hidden=5120, kv_heads=8, head_dim=128, rule=windows.chunked, chunk=8192
     ),
 }  # fmt: skip
+
+WINDOWED = readers_of(WINDOWED_FAMILIES)
