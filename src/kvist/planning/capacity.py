@@ -114,8 +114,8 @@ def capacity_of(
     block_tokens = min(group.block_tokens for group in groups)
     least_chunk = min(block_tokens, context, chunk)
     most_blocks = layout.num_slabs * max(layout.blocks_per_slab)
-    users = _most(lambda count: fits(count, least_chunk), most_blocks)
-    last_chunk = _most(lambda count: fits(users, count), min(chunk, context)) if users else 0
+    users = most_that_fit(lambda count: fits(count, least_chunk), most_blocks)
+    last_chunk = most_that_fit(lambda count: fits(users, count), min(chunk, context)) if users else 0
     encoder = sum(_encoder_bytes(group) for group in groups)
     reserved = spec.sequence_bytes(max(spec.max_context, context), fmt) + encoder
     needed = spec.sequence_bytes(context, fmt) + encoder
@@ -146,7 +146,7 @@ def _encoder_bytes(group: Group) -> int:
             return 0
 
 
-def _most(fits: Callable[[int], bool], limit: int) -> int:
+def most_that_fit(fits: Callable[[int], bool], limit: int) -> int:
     """Largest n up to ``limit`` that fits, where all smaller ones do too; 0 where none does."""
     low, high = 0, limit + 1
     while high - low > 1:
@@ -173,4 +173,4 @@ def _tokens_held(groups: Sequence[Group], layout: ArenaLayout, blocks: Sequence[
         counts = [users * count + group.peak_blocks(length, 1) for group, count in zip(groups, blocks, strict=True)]
         return layout.slabs_for(counts) <= layout.num_slabs
 
-    return users * context + _most(fits, limit)
+    return users * context + most_that_fit(fits, limit)

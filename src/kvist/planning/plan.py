@@ -3,11 +3,18 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Compressed, Indexer, Latent, Layer, Parallel, Rate, State, rate_in_json
 from kvist.spec.model import ModelSpec
+
+if TYPE_CHECKING:
+    from kvist.planning.deployment import Deployment
+    from kvist.planning.fleet import GpuSet
+    from kvist.planning.roofline import Speed
+    from kvist.planning.weights import Weights
+    from kvist.planning.workload import Mix
 
 # Left out of a row where a layer has none of it.
 _OPTIONAL = ("chunk", "indexer")
@@ -67,6 +74,13 @@ class Budget:
         waste_paged: the same of ``users_paged``: the ends of their blocks.
         sequence_allocated: bytes of the blocks of one sequence of ``context``.
         prefill_chunk: prompt tokens that one step can compute while all but one of ``users_paged`` decode.
+        users_prefix: users when shared prefixes are stored once besides; None where none is known.
+        users_mean: where lengths are many: how many fit on average, while the other numbers hold 99 % of the time.
+        slab_idle: share of the slabs that holds nothing.
+        binds: what keeps more users out: ``cache`` where only a memory is known; with a device ``memory``,
+            ``bandwidth`` or ``compute``.
+        deployment: the devices, and where the memory of each goes.
+        mix: the lengths, where they are many.
     """
 
     memory: int
@@ -82,10 +96,21 @@ class Budget:
     waste_paged: int
     sequence_allocated: int
     prefill_chunk: int
+    users_prefix: int | None = None
+    users_mean: "UsersMean | None" = None
+    slab_idle: float = 0.0
+    binds: str = "cache"
+    deployment: "Deployment | None" = None
+    mix: "Mix | None" = None
+
+    @property
+    def users(self) -> int:
+        """As many as fit, with whatever can be shared."""
+        return self.users_paged if self.users_prefix is None else self.users_prefix
 
     def to_dict(self) -> dict[str, Any]:
         """As under ``capacity`` in the JSON of ``kvist plan``."""
-        return {
+        answer = {
             "memory_bytes": self.memory,
             "weights_bytes": self.weights,
             "overhead_bytes": self.overhead,
@@ -95,10 +120,31 @@ class Budget:
             "block_tokens": self.block_tokens,
             "sequence_allocated_bytes": self.sequence_allocated,
             "prefill_chunk_tokens": self.prefill_chunk,
-            "users": {"slab": self.users_slab, "paged": self.users_paged, "paged_prefix": None},
+            "users": {"slab": self.users_slab, "paged": self.users_paged, "paged_prefix": self.users_prefix},
             "waste_bytes": {"slab": self.waste_slab, "paged": self.waste_paged},
-            "binds": "cache",
+            "slab_idle_ratio": self.slab_idle,
+            "binds": self.binds,
         }
+        if self.users_mean is not None:
+            answer["users_mean"] = self.users_mean.to_dict()
+        if self.mix is not None:
+            answer["workload"] = self.mix.to_dict()
+        if self.deployment is not None:
+            answer["deployment"] = self.deployment.to_dict()
+        return answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class UsersMean:
+    """Users that fit on average, where lengths are many."""
+
+    slab: int
+    paged: int
+    prefix: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As under ``capacity.users_mean`` in the JSON of ``kvist plan``."""
+        return {"slab": self.slab, "paged": self.paged, "paged_prefix": self.prefix}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +215,9 @@ class Plan:
         capacity: where a memory was given.
         engine: where an engine was named.
         encoder_tokens: length of the encoder's output where it was given.
+        weights: what the weights weigh, and why; None where it is not known.
+        speed: bounds on the speed, where a device was named.
+        sets: the smallest sets of devices that hold the users, where users and no memory were given.
     """
 
     spec: ModelSpec
@@ -178,6 +227,9 @@ class Plan:
     capacity: Budget | None = None
     engine: EngineAccount | None = None
     encoder_tokens: int | None = None
+    weights: "Weights | None" = None
+    speed: "Speed | None" = None
+    sets: "tuple[GpuSet, ...] | None" = None
 
     @property
     def layers(self) -> tuple[LayerRow, ...]:
@@ -253,8 +305,14 @@ class Plan:
             answer["cross_bytes"] = self.cross_bytes
         if self.capacity is not None:
             answer["capacity"] = self.capacity.to_dict()
+        if self.weights is not None:
+            answer["weights_source"] = self.weights.source
         if self.engine is not None:
             answer["engine"] = self.engine.to_dict()
+        if self.speed is not None:
+            answer["speed"] = self.speed.to_dict()
+        if self.sets is not None:
+            answer["sets"] = [each.to_dict() for each in self.sets]
         return answer
 
 

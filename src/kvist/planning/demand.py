@@ -1,0 +1,210 @@
+"""What users ask of a cache: sequences of one length, or a mix of lengths.
+
+Both answer the same two questions of the cache on a rank: does it hold so many, and how many does it hold.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvist.cache.arena import ArenaLayout
+from kvist.errors import DoesNotFit
+from kvist.planning.capacity import Capacity, capacity_of, most_that_fit
+from kvist.planning.deployment import Stage
+from kvist.planning.workload import Mix, Users, mix_holds, mix_users, shared_blocks
+from kvist.spec.formats import CacheFormat
+
+# Where a stage remembers nothing, others decide.
+NO_LIMIT = 10**9
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageUsers:
+    """What the cache on a rank holds.
+
+    Attributes:
+        capacity: how it is cut, and what it holds of sequences of one length; None where nothing is remembered.
+        slab: sequences when each reserves the longest context in one piece.
+        paged: sequences when blocks are taken as sequences grow.
+        prefix: the same with shared prefixes stored once; None where none is known.
+        sequence: bytes of one sequence's blocks, of the average one in a mix.
+        reserved: bytes that a slab reserves for a sequence.
+    """
+
+    capacity: Capacity | None
+    slab: int
+    paged: Users
+    prefix: Users | None
+    sequence: int
+    reserved: int
+
+
+_UNLIMITED = StageUsers(
+    capacity=None,
+    slab=NO_LIMIT,
+    paged=Users(mean=NO_LIMIT, safe=NO_LIMIT),
+    prefix=Users(mean=NO_LIMIT, safe=NO_LIMIT),
+    sequence=0,
+    reserved=0,
+)
+
+
+class Demand(Protocol):
+    """What users ask of a cache."""
+
+    @property
+    def context(self) -> int:
+        """Tokens of a sequence, on average in a mix."""
+        ...
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of its prompt."""
+        ...
+
+    @property
+    def limit(self) -> int:
+        """Tokens for which a slab is reserved."""
+        ...
+
+    def holds(self, stage: Stage, cache: int, users: int) -> bool:
+        """Whether ``cache`` bytes on a rank hold so many."""
+        ...
+
+    def count(self, stage: Stage, cache: int) -> StageUsers:
+        """How many ``cache`` bytes on a rank hold.
+
+        Raises:
+            DoesNotFit: there is not one slab for each group.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SameLength:
+    """Sequences of one length.
+
+    Attributes:
+        fmt: how keys and values are stored.
+        context: tokens of each.
+        limit: longest context, for which slabs are reserved.
+        chunk: most prompt tokens that a step computes.
+        shared: tokens that all of them begin with.
+    """
+
+    fmt: CacheFormat
+    context: int
+    limit: int
+    chunk: int
+    shared: int = 0
+
+    @property
+    def prompt(self) -> int:
+        """All of it."""
+        return self.context
+
+    def holds(self, stage: Stage, cache: int, users: int) -> bool:
+        """Whether ``cache`` bytes on a rank hold so many."""
+        if not stage.groups:
+            return True
+        try:
+            layout = ArenaLayout.of(stage.groups, cache)
+        except DoesNotFit:
+            return False
+        return self._fits(stage, layout, users, self.shared)
+
+    def count(self, stage: Stage, cache: int) -> StageUsers:
+        """How many ``cache`` bytes on a rank hold.
+
+        Raises:
+            DoesNotFit: there is not one slab for each group.
+        """
+        if not stage.groups:
+            return _UNLIMITED
+        capacity = capacity_of(
+            stage.spec, self.fmt, stage.groups, cache_bytes=cache, context=self.context, chunk=self.chunk
+        )
+        prefix = None
+        if self.shared:
+            most = capacity.layout.num_slabs * max(capacity.layout.blocks_per_slab)
+            most = most_that_fit(lambda users: self._fits(stage, capacity.layout, users, self.shared), most)
+            prefix = Users(mean=most, safe=most)
+        return StageUsers(
+            capacity=capacity,
+            slab=capacity.users_slab,
+            paged=Users(mean=capacity.users_paged, safe=capacity.users_paged),
+            prefix=prefix,
+            sequence=capacity.sequence_allocated,
+            reserved=stage.spec.sequence_bytes(self.limit, self.fmt),
+        )
+
+    def _fits(self, stage: Stage, layout: ArenaLayout, users: int, shared: int) -> bool:
+        """Shared blocks are stored once; one sequence still computes its prompt, as :func:`capacity_of` has it."""
+        chunk = min(min(group.block_tokens for group in stage.groups), self.context, self.chunk)
+        counts = []
+        for group in stage.groups:
+            once = shared_blocks(group, shared)
+            own, last = group.peak_blocks(self.context, 1) - once, group.peak_blocks(self.context, chunk) - once
+            counts.append(once + (users - 1) * own + last)
+        return layout.slabs_for(counts) <= layout.num_slabs
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedLengths:
+    """Sequences of many lengths, caught at random moments.
+
+    Attributes:
+        fmt: how keys and values are stored.
+        mix: the sequences, up to the limit of the server.
+        chunk: most prompt tokens that a step computes.
+    """
+
+    fmt: CacheFormat
+    mix: Mix
+    chunk: int
+
+    @property
+    def context(self) -> int:
+        """Tokens that a sequence holds on average."""
+        return max(1, round(self.mix.moments.mean_tokens))
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of the average prompt."""
+        return max(1, round(self.mix.mean_prompt))
+
+    @property
+    def limit(self) -> int:
+        """Longest sequence that the server takes."""
+        return self.mix.limit
+
+    def holds(self, stage: Stage, cache: int, users: int) -> bool:
+        """Whether ``cache`` bytes on a rank hold so many, 99 % of the time."""
+        if not stage.groups:
+            return True
+        try:
+            layout = ArenaLayout.of(stage.groups, cache)
+        except DoesNotFit:
+            return False
+        return mix_holds(self.mix, stage.groups, layout, users=users, chunk=self.chunk)
+
+    def count(self, stage: Stage, cache: int) -> StageUsers:
+        """How many ``cache`` bytes on a rank hold.
+
+        Raises:
+            DoesNotFit: there is not one slab for each group.
+        """
+        if not stage.groups:
+            return _UNLIMITED
+        capacity = capacity_of(
+            stage.spec, self.fmt, stage.groups, cache_bytes=cache, context=self.context, chunk=self.chunk
+        )
+        found = mix_users(self.mix, stage.groups, capacity.layout, chunk=self.chunk)
+        reserved = stage.spec.sequence_bytes(self.limit, self.fmt)
+        return StageUsers(
+            capacity=capacity,
+            slab=cache // reserved if reserved else NO_LIMIT,
+            paged=found.paged,
+            prefix=found.prefix,
+            sequence=round(found.mean_bytes),
+            reserved=reserved,
+        )

@@ -1,0 +1,392 @@
+"""Where the memory of a deployment goes: weights, cache, activations, and what a device's runtime takes.
+
+::
+
+    a device's memory = weights of its rank and stage        exact, from shapes or the file
+                      + activations of a step                from shapes, see :func:`activations_of`
+                      + logits and sampling, last stage      for each sequence that is sampled
+                      + runtime                              context, communication, graphs: see RUNTIME
+                      + cache                                the rest
+
+Every rank of a stage holds the same; the stage with the least room decides for all. Activations and runtime are
+estimates and say where they come from; :attr:`Machine.overhead` replaces them by what was measured.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from kvist.cache.groups import Group, groups_of
+from kvist.errors import DoesNotFit
+from kvist.hardware import Accelerator
+from kvist.planning.capacity import most_that_fit
+from kvist.planning.sharding import LayerRange, rank_spec, split_layers
+from kvist.planning.weights import Weights
+from kvist.spec.formats import CacheFormat
+from kvist.spec.model import ModelSpec
+from kvist.spec.parameters import Inventory
+from kvist.units import format_size
+
+_GIB = 2**30
+
+# Sequences that a step samples at most, the default limit of vLLM and of kvist's scheduler.
+MAX_SAMPLED = 256
+
+# Copies of a sequence's f32 logits at the peak of sampling. Llama-3-8B took 1.19 to 1.26 GiB for 256 sequences of
+# 128,256 logits, Qwen3-8B 1.45 GiB for 151,936: start-up logs of vLLM 0.6 to 0.8 ("PyTorch activation peak memory").
+_LOGIT_COPIES = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """A part of a device's memory: how much, how it comes about, and whose numbers went in."""
+
+    what: str
+    size: int
+    formula: str
+    source: str
+
+
+def runtime_of(accelerator: Accelerator | None, devices: int) -> tuple[Cost, ...]:
+    """What driver, context, communication and graphs take of a device.
+
+    Nothing is known of a memory without a device, and nothing is set aside there.
+    """
+    if accelerator is None:
+        return ()
+    elsewhere = (
+        "" if accelerator.vendor == "NVIDIA" else f"; taken for {accelerator.vendor} too, of which none is published"
+    )
+    together = devices > 1
+    return (
+        Cost(
+            what="driver",
+            size=ceil(0.9 * _GIB),
+            formula="0.9 GiB that nvidia-smi counts and CUDA does not give",
+            source="0.4 to 0.9 GiB between the totals of both on T4, L4, A100, H100, RTX 4090, 5090, in public logs"
+            + elsewhere,
+        ),
+        Cost(
+            what="context",
+            size=ceil((3.58 if together else 1.79) * _GIB),
+            formula=f"{'3.58 GiB, several ranks' if together else '1.79 GiB'}: context, libraries, communication",
+            source="memory beside PyTorch's of Llama-3-8B on H100, one rank and two: vllm-project/vllm#10511"
+            + elsewhere,
+        ),
+        Cost(
+            what="graphs",
+            size=2 * MAX_SAMPLED * 2**20,
+            formula=f"2 MiB x {MAX_SAMPLED} sequences of the largest graph",
+            source="what SGLang sets aside for CUDA graphs" + elsewhere,
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The devices that are planned for.
+
+    Attributes:
+        accelerator: each of them; None for a memory without a device.
+        devices: how many there are.
+        tp: ranks that share each layer.
+        pp: stages that share the layers.
+        memory: bytes of each; None where the cache's are given instead.
+        memory_source: who says so.
+        cache: bytes for the cache alone of each, where that is what is given.
+        overhead: bytes of each that are not for weights and cache, in place of the formulas.
+    """
+
+    accelerator: Accelerator | None
+    devices: int
+    tp: int
+    pp: int
+    memory: int | None
+    memory_source: str
+    cache: int | None = None
+    overhead: int | None = None
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model that run beside each other."""
+        return self.devices // (self.tp * self.pp)
+
+    @property
+    def label(self) -> str:
+        """How messages call it: ``4 x H100 SXM5 80GB``."""
+        name = "memory" if self.accelerator is None else self.accelerator.name
+        return name if self.devices == 1 else f"{self.devices} x {name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cutting:
+    """How caches are cut, and how large a step is.
+
+    Attributes:
+        fmt: how keys and values are stored.
+        block_tokens: tokens of a block.
+        chunk: most prompt tokens that a step computes.
+        encoder_tokens: of an encoder's output, where its length is open.
+    """
+
+    fmt: CacheFormat
+    block_tokens: int
+    chunk: int
+    encoder_tokens: int | None = None
+
+    def groups(self, spec: ModelSpec) -> tuple[Group, ...]:
+        """The groups of what a rank remembers."""
+        if not any(layer.stored for layer in spec.layers):
+            return ()
+        return groups_of(spec, self.fmt, self.block_tokens, encoder_tokens=self.encoder_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage of the pipeline, as each of its ranks is.
+
+    Attributes:
+        layers: which ones.
+        spec: what a rank remembers.
+        groups: how its cache is grouped; none where the stage remembers nothing.
+        weights: bytes of its weights.
+        fixed: what else it holds, whatever the number of sequences.
+        sampled: bytes for each sequence that is sampled, in the stage with the head.
+    """
+
+    layers: LayerRange
+    spec: ModelSpec
+    groups: tuple[Group, ...]
+    weights: int
+    fixed: tuple[Cost, ...]
+    sampled: int
+
+    def overhead(self, sequences: int) -> int:
+        """Bytes that are neither weights nor cache when ``sequences`` are sampled at once."""
+        return sum(cost.size for cost in self.fixed) + sequences * self.sampled
+
+    def cache(self, machine: Machine, sequences: int) -> int:
+        """Bytes left for the cache; negative where there are none."""
+        if machine.cache is not None:
+            return machine.cache
+        assert machine.memory is not None
+        return machine.memory - self.weights - self.overhead(sequences)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """A model on a machine.
+
+    Attributes:
+        machine: the devices.
+        stages: of the pipeline, first to last.
+        sampled: sequences for which sampling is provided.
+        notes: what is not counted, a sentence each.
+    """
+
+    machine: Machine
+    stages: tuple[Stage, ...]
+    sampled: int
+    notes: tuple[str, ...]
+
+    @property
+    def weights(self) -> int:
+        """Bytes of weights on all devices."""
+        return self._all(lambda stage: stage.weights)
+
+    @property
+    def overhead(self) -> int:
+        """Bytes on all devices that are neither weights nor cache."""
+        return self._all(lambda stage: stage.overhead(self.sampled)) if self.machine.cache is None else 0
+
+    @property
+    def cache(self) -> int:
+        """Bytes for the cache on all devices, copies of shared heads included."""
+        return self._all(lambda stage: stage.cache(self.machine, self.sampled))
+
+    @property
+    def memory(self) -> int:
+        """Bytes of all devices, or of their caches where those are given."""
+        each = self.machine.memory if self.machine.cache is None else self.machine.cache
+        assert each is not None
+        return self.machine.devices * each
+
+    def to_dict(self) -> dict[str, Any]:
+        """As under ``capacity.deployment`` in the JSON of ``kvist plan``: sizes are those of one device."""
+        machine = self.machine
+        return {
+            "gpu": None if machine.accelerator is None else machine.accelerator.name,
+            "devices": machine.devices,
+            "tp": machine.tp,
+            "pp": machine.pp,
+            "replicas": machine.replicas,
+            "memory_bytes": machine.memory if machine.cache is None else machine.cache,
+            "memory_source": machine.memory_source,
+            "sampled_sequences": self.sampled,
+            "stages": [
+                {
+                    "layers": [stage.layers.first, stage.layers.end],
+                    "weights_bytes": stage.weights,
+                    "cache_bytes": stage.cache(machine, self.sampled),
+                    "overhead": [
+                        {"what": cost.what, "bytes": cost.size, "formula": cost.formula, "source": cost.source}
+                        for cost in self.costs(stage)
+                    ],
+                }
+                for stage in self.stages
+            ],
+        }
+
+    def costs(self, stage: Stage) -> tuple[Cost, ...]:
+        """What a device of a stage holds beside weights and cache."""
+        if self.machine.cache is not None:
+            return ()
+        return (*stage.fixed, sampling_cost(stage, self.sampled)) if stage.sampled else stage.fixed
+
+    def _all(self, of: Callable[[Stage], int]) -> int:
+        return self.machine.replicas * self.machine.tp * sum(of(stage) for stage in self.stages)
+
+
+def stages_of(spec: ModelSpec, weights: Weights | None, machine: Machine, *, cutting: Cutting) -> tuple[Stage, ...]:
+    """Deal a model out to the stages of a machine.
+
+    Args:
+        spec: the model.
+        weights: its weights; None where only the cache is planned.
+        machine: the devices.
+        cutting: how caches are cut.
+
+    Raises:
+        InputError: layers or heads cannot be dealt out so.
+    """
+    total = len(spec.layers)
+    runtime = runtime_of(machine.accelerator, machine.tp * machine.pp)
+    stages = []
+    for part in split_layers(total, machine.pp):
+        inventory = None if weights is None else weights.inventory
+        fixed: tuple[Cost, ...] = ()
+        sampled = 0
+        if machine.overhead is not None:
+            fixed = (Cost(what="overhead", size=machine.overhead, formula="as given", source="--overhead"),)
+        elif weights is not None:
+            fixed = runtime
+            if inventory is not None:
+                fixed = (
+                    activations_of(inventory, part, machine.tp, chunk=cutting.chunk, width=_compute_bytes(weights)),
+                    *runtime,
+                )
+                sampled = _sampled(inventory) if part.end == total else 0
+        held = rank_spec(spec, part, machine.tp)
+        stages.append(
+            Stage(
+                layers=part,
+                spec=held,
+                groups=cutting.groups(held),
+                weights=0 if weights is None else weights.held(part.first, part.end, layers=total, tp=machine.tp),
+                fixed=fixed,
+                sampled=sampled,
+            )
+        )
+    return tuple(stages)
+
+
+def activations_of(inventory: Inventory, part: LayerRange, tp: int, *, chunk: int, width: int) -> Cost:
+    """What a step of ``chunk`` tokens holds at its peak, on a rank.
+
+    The residual and what is computed from it, and in the widest block the outputs of all its matrices and the product
+    that the last one reads: of an MLP, gate, up, their product and the output. Of experts, the chosen ones.
+    The formula gives 1.92 GiB for Qwen2.5-1.5B and 32,768 tokens where vLLM measured 2.02 GiB.
+
+    Args:
+        inventory: the model's shapes.
+        part: layers of the stage.
+        tp: ranks.
+        chunk: tokens of the step.
+        width: bytes of an element.
+    """
+    hidden = inventory.table.shape[1]
+    blocks: dict[tuple[str, int], int] = {}
+    for placed in inventory.stage(part.first, part.end):
+        tensor = placed.tensor
+        if not placed.layers or len(tensor.shape) != 2 or tensor.role not in ("linear", "router"):
+            continue
+        out, into = tensor.shape
+        share = tensor.share(out, 1 if tensor.rows else tp)
+        read = tensor.share(into, tp) if tensor.rows else 0
+        key = (tensor.block, placed.layers[0])
+        blocks[key] = blocks.get(key, 0) + tensor.used * (share + read)
+    (block, _), widest = max(blocks.items(), key=lambda entry: entry[1], default=(("", 0), 0))
+    return Cost(
+        what="activations",
+        size=chunk * width * (2 * hidden + widest),
+        formula=f"{chunk:,} tokens x {width} B x (2 x {hidden:,} + {widest:,} of the widest block, {block or 'none'})",
+        source="shapes; the peak of a step, within 6 % of start-up logs of vLLM",
+    )
+
+
+def _sampled(inventory: Inventory) -> int:
+    return inventory.table.shape[0] * 4 * _LOGIT_COPIES
+
+
+def _compute_bytes(weights: Weights) -> int:
+    """Bytes of an element in which a network with these weights computes."""
+    return 4 if set(weights.by_type) <= {"f32", "F32"} else 2
+
+
+def sampling_cost(stage: Stage, sequences: int) -> Cost:
+    """The part of a stage's overhead that sampling takes."""
+    logits = stage.sampled // (4 * _LOGIT_COPIES)
+    return Cost(
+        what="sampling",
+        size=sequences * stage.sampled,
+        formula=f"{sequences} sequences x {logits:,} logits x 4 B x {_LOGIT_COPIES} copies",
+        source="peaks of sampling in start-up logs of vLLM",
+    )
+
+
+def deploy(
+    stages: Sequence[Stage],
+    machine: Machine,
+    holds: Callable[[Stage, int, int], bool],
+    *,
+    most: int = MAX_SAMPLED,
+    notes: tuple[str, ...] = (),
+) -> Deployment:
+    """Set memory aside for as many sequences as then fit, up to ``most``.
+
+    Each sampled sequence takes memory from the cache, so that their number is the largest n for which the caches,
+    with n sampled, still hold n.
+
+    Args:
+        stages: of the pipeline.
+        machine: the devices.
+        holds: whether the cache of a stage's rank, in bytes, holds so many sequences.
+        most: sequences to provide for at most.
+        notes: what is not counted.
+
+    Raises:
+        DoesNotFit: weights and overhead leave no cache; shows the sum.
+    """
+    for stage in stages:
+        if stage.cache(machine, 1) <= 0:
+            raise DoesNotFit(_no_cache(stage, machine))
+
+    def fits(sequences: int) -> bool:
+        caches = ((stage, stage.cache(machine, sequences)) for stage in stages)
+        return all(cache > 0 and holds(stage, cache, sequences) for stage, cache in caches)
+
+    sampled = most if not any(stage.sampled for stage in stages) else most_that_fit(fits, most)
+    return Deployment(machine=machine, stages=tuple(stages), sampled=max(1, sampled), notes=notes)
+
+
+def _no_cache(stage: Stage, machine: Machine) -> str:
+    """The sum that shows why there is no cache."""
+    assert machine.memory is not None
+    each = "" if machine.tp * machine.pp == 1 else " on a device"
+    overhead = stage.overhead(1)
+    sum_of = f"the weights of {stage.spec.name} take {format_size(stage.weights)}{each}"
+    if overhead:
+        sum_of += f" and overhead {format_size(overhead)}"
+    which = "" if machine.accelerator is None else f" of {machine.accelerator.name}"
+    return f"{sum_of}; {format_size(machine.memory)}{which} leaves no cache"
