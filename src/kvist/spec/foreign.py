@@ -45,15 +45,19 @@ FOREIGN_PREFIXES = {
     "gated_delta": _LINEAR, "index_": _INDEX, "indexer_": _INDEX, "cross_attention": _CROSS, "swa_": _HEADS,
 }  # fmt: skip
 
+_PREFIXES = tuple(FOREIGN_PREFIXES)
+
 
 def refuse_foreign(keys: ConfigKeys) -> None:
     """Refuse a configuration with such a key, unless its family reads it or its value switches it off.
 
-    Null, false, 0 and empty values are off.
+    Null, false, 0 and empty values are off, and so is a window where ``use_sliding_window`` is.
 
     Raises:
         UnsupportedModel: names the key and its value.
     """
+    if keys.get("use_sliding_window") is False:
+        keys.get("sliding_window")
     for key in list(keys.config):
         meaning = _meaning(key)
         if meaning is None or key in keys.asked:
@@ -74,4 +78,7 @@ def _meaning(key: object) -> str | None:
         return None
     if key in FOREIGN_KEYS:
         return FOREIGN_KEYS[key]
+    # Asked at once of all prefixes: most keys have none of them.
+    if not key.startswith(_PREFIXES):
+        return None
     return next((meaning for prefix, meaning in FOREIGN_PREFIXES.items() if key.startswith(prefix)), None)

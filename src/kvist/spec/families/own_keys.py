@@ -39,6 +39,7 @@ def falcon_heads(keys: ConfigKeys) -> None:
     Falcon-7B prints 71 KV heads and stores one. Source: FalconAttention of transformers.
     """
     keys.rename({"num_kv_heads": ("n_head_kv",)})
+    keys.get("multi_query")
     if keys.flag("new_decoder_architecture", default=False):
         grouped = keys.get("num_kv_heads")
         _store(keys, keys.get("num_attention_heads") if grouped is None else grouped)

@@ -61,6 +61,7 @@ def _gemma(family: Gemma, keys: ConfigKeys) -> Reading:
     sliding = replace(full, window=window)
     if family.wide is not None:
         kinds[-1] = FULL
+        keys.get("attention_k_eq_v")
         if keys.get("per_layer_config") is None:
             full = _wide(keys, full, family.wide)
     keys.set("layer_types", kinds)
