@@ -41,7 +41,7 @@ def kept_by_transformers(config: Mapping[str, Any], *, tokens: int, device: str 
 
 
 def kept_with_an_encoder(
-    config: Mapping[str, Any], *, tokens: int, inputs: Mapping[str, tuple[int, ...]]
+    config: Mapping[str, Any], *, tokens: int, inputs: Mapping[str, tuple[int, ...]], device: str = "meta"
 ) -> list[Kept]:
     """The same of a decoder of ``tokens`` behind an encoder.
 
@@ -49,9 +49,10 @@ def kept_with_an_encoder(
         config: of both.
         tokens: of the decoder.
         inputs: of the encoder: shapes of ``input_ids`` or ``input_features``.
+        device: another than ``meta`` for models that look at values on the way.
     """
     built = _config(config)
-    with quietly(), torch.device("meta"), torch.no_grad():
+    with quietly(), torch.device(device), torch.no_grad():
         model = transformers.AutoModel.from_config(built, dtype=torch.bfloat16).eval()
         types = {"input_ids": torch.long, "input_features": torch.bfloat16}
         given = {name: torch.zeros(shape, dtype=types[name]) for name, shape in inputs.items()}

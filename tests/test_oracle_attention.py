@@ -364,6 +364,14 @@ ENCODERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
         {"num_layers": 1, "num_decoder_layers": 2, "num_heads": 64, "d_kv": 64, "d_model": 1024, "d_ff": 64},
         {"input_ids": (1, 37)},
     ),
+    # google/t5gemma-2b-2b: Gemma 2 with windows on every other layer, and the encoder in all of them.
+    "t5gemma": (
+        {
+            part: {"model_type": "t5_gemma_module", **shape(2, 8, 4, 256, 64), **SMALL, **WINDOWED}
+            for part in ("encoder", "decoder")
+        },
+        {"input_ids": (1, 37)},
+    ),
     # openai/whisper-large-v3: half a minute of sound is 1,500 tokens.
     "whisper": (
         BART | {"encoder_attention_heads": 20, "decoder_attention_heads": 20, "d_model": 1280, "num_mel_bins": 128},
@@ -376,7 +384,8 @@ ENCODERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
 def test_a_decoder_keeps_its_encoder_once(name: str) -> None:
     sizes, inputs = ENCODERS[name]
     config = {"model_type": name, "vocab_size": 64, "pad_token_id": 0, "decoder_start_token_id": 0, **sizes}
-    theirs = kept_with_an_encoder(config, tokens=TOKENS, inputs=inputs)
+    device = "cpu" if name == "t5gemma" else "meta"
+    theirs = kept_with_an_encoder(config, tokens=TOKENS, inputs=inputs, device=device)
     layers = read_config(config, name=name).layers
     length = 1500 if name == "whisper" else 37
     for ours, kept in zip(layers, theirs, strict=True):
