@@ -9,9 +9,8 @@ from typing import Protocol
 from kvist.cache.arena import ArenaLayout
 from kvist.errors import DoesNotFit
 from kvist.planning.capacity import Capacity, capacity_of, most_that_fit
-from kvist.planning.deployment import Stage
-from kvist.planning.workload import Mix, Users, mix_holds, mix_users, shared_blocks
-from kvist.spec.formats import CacheFormat
+from kvist.planning.deployment import Cutting, Stage
+from kvist.planning.workload import Mix, Users, mix_holds, mix_least, mix_users, shared_blocks
 
 # Where a stage remembers nothing, others decide.
 NO_LIMIT = 10**9
@@ -70,6 +69,10 @@ class Demand(Protocol):
         """Whether ``cache`` bytes on a rank hold so many."""
         ...
 
+    def least(self, stage: Stage, users: int) -> int:
+        """Bytes of blocks that so many need on a rank; a cache that is cut in slabs needs a little more."""
+        ...
+
     def count(self, stage: Stage, cache: int) -> StageUsers:
         """How many ``cache`` bytes on a rank hold.
 
@@ -79,22 +82,33 @@ class Demand(Protocol):
         ...
 
 
+def logical_bytes(cutting: Cutting, stage: Stage, tokens: int) -> int:
+    """What a rank must remember of a sequence, its encoder included: no blocks."""
+    encoder = stage.spec.cross_bytes(cutting.fmt, encoder_tokens=cutting.encoder_tokens)
+    return stage.spec.sequence_bytes(tokens, cutting.fmt) + (encoder or 0)
+
+
+def _capacity(demand: "SameLength | MixedLengths", stage: Stage, cache: int) -> Capacity:
+    cutting = demand.cutting
+    return capacity_of(
+        stage.spec, cutting.fmt, stage.groups, cache_bytes=cache, context=demand.context, chunk=cutting.chunk
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class SameLength:
     """Sequences of one length.
 
     Attributes:
-        fmt: how keys and values are stored.
+        cutting: how caches are cut.
         context: tokens of each.
         limit: longest context, for which slabs are reserved.
-        chunk: most prompt tokens that a step computes.
         shared: tokens that all of them begin with.
     """
 
-    fmt: CacheFormat
+    cutting: Cutting
     context: int
     limit: int
-    chunk: int
     shared: int = 0
 
     @property
@@ -112,6 +126,14 @@ class SameLength:
             return False
         return self._fits(stage, layout, users, self.shared)
 
+    def least(self, stage: Stage, users: int) -> int:
+        """Bytes of blocks that so many need on a rank."""
+        needed = 0
+        for group in stage.groups:
+            once = shared_blocks(group, self.shared)
+            needed += (once + users * (group.peak_blocks(self.context, 1) - once)) * group.block_bytes
+        return needed
+
     def count(self, stage: Stage, cache: int) -> StageUsers:
         """How many ``cache`` bytes on a rank hold.
 
@@ -120,9 +142,7 @@ class SameLength:
         """
         if not stage.groups:
             return _UNLIMITED
-        capacity = capacity_of(
-            stage.spec, self.fmt, stage.groups, cache_bytes=cache, context=self.context, chunk=self.chunk
-        )
+        capacity = _capacity(self, stage, cache)
         prefix = None
         if self.shared:
             most = capacity.layout.num_slabs * max(capacity.layout.blocks_per_slab)
@@ -134,12 +154,12 @@ class SameLength:
             paged=Users(mean=capacity.users_paged, safe=capacity.users_paged),
             prefix=prefix,
             sequence=capacity.sequence_allocated,
-            reserved=stage.spec.sequence_bytes(self.limit, self.fmt),
+            reserved=logical_bytes(self.cutting, stage, self.limit),
         )
 
     def _fits(self, stage: Stage, layout: ArenaLayout, users: int, shared: int) -> bool:
         """Shared blocks are stored once; one sequence still computes its prompt, as :func:`capacity_of` has it."""
-        chunk = min(min(group.block_tokens for group in stage.groups), self.context, self.chunk)
+        chunk = min(min(group.block_tokens for group in stage.groups), self.context, self.cutting.chunk)
         counts = []
         for group in stage.groups:
             once = shared_blocks(group, shared)
@@ -153,14 +173,12 @@ class MixedLengths:
     """Sequences of many lengths, caught at random moments.
 
     Attributes:
-        fmt: how keys and values are stored.
+        cutting: how caches are cut.
         mix: the sequences, up to the limit of the server.
-        chunk: most prompt tokens that a step computes.
     """
 
-    fmt: CacheFormat
+    cutting: Cutting
     mix: Mix
-    chunk: int
 
     @property
     def context(self) -> int:
@@ -185,7 +203,11 @@ class MixedLengths:
             layout = ArenaLayout.of(stage.groups, cache)
         except DoesNotFit:
             return False
-        return mix_holds(self.mix, stage.groups, layout, users=users, chunk=self.chunk)
+        return mix_holds(self.mix, stage.groups, layout, users=users, chunk=self.cutting.chunk)
+
+    def least(self, stage: Stage, users: int) -> int:
+        """Bytes of blocks that so many need on a rank, 99 % of the time."""
+        return mix_least(self.mix, stage.groups, users) if stage.groups else 0
 
     def count(self, stage: Stage, cache: int) -> StageUsers:
         """How many ``cache`` bytes on a rank hold.
@@ -195,11 +217,9 @@ class MixedLengths:
         """
         if not stage.groups:
             return _UNLIMITED
-        capacity = capacity_of(
-            stage.spec, self.fmt, stage.groups, cache_bytes=cache, context=self.context, chunk=self.chunk
-        )
-        found = mix_users(self.mix, stage.groups, capacity.layout, chunk=self.chunk)
-        reserved = stage.spec.sequence_bytes(self.limit, self.fmt)
+        capacity = _capacity(self, stage, cache)
+        found = mix_users(self.mix, stage.groups, capacity.layout, chunk=self.cutting.chunk)
+        reserved = logical_bytes(self.cutting, stage, self.limit)
         return StageUsers(
             capacity=capacity,
             slab=cache // reserved if reserved else NO_LIMIT,

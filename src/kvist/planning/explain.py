@@ -1,35 +1,19 @@
 """Each number of a plan as formula x source, for ``--explain``."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
 from kvist.planning.explain_layers import config_keys, explain_vectors, terms_of
-from kvist.planning.plan import Budget, Plan
-from kvist.spec.layers import Rate, rate_in_json
-
-
-@dataclass(frozen=True, kw_only=True)
-class Explained:
-    """One number: what it is, how much, how it comes about, and whose numbers went in."""
-
-    what: str
-    value: Rate
-    formula: str
-    source: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """As under ``explain`` in the JSON of ``kvist plan --explain``."""
-        return {
-            "what": self.what, "value": rate_in_json(self.value), "formula": self.formula, "source": self.source,
-        }  # fmt: skip
+from kvist.planning.explained import Explained
+from kvist.planning.plan import Plan
 
 
 def explain(plan: Plan) -> list[Explained]:
     """Explain every number of a plan, in the order in which they build on each other."""
     rows = [*_tokens(plan), *_sequences(plan), *_apart(plan), *_weights(plan)]
     if plan.capacity is not None:
-        rows.extend(_capacity(plan, plan.capacity))
+        from kvist.planning.explain_capacity import explain_capacity
+
+        rows.extend(explain_capacity(plan, plan.capacity))
     return rows
 
 
@@ -114,52 +98,13 @@ def _apart(plan: Plan) -> Iterator[Explained]:
 
 
 def _weights(plan: Plan) -> Iterator[Explained]:
-    if plan.spec.weights_bytes is not None:
+    if plan.weights is not None:
         yield Explained(
             what="weights",
-            value=plan.spec.weights_bytes,
-            formula=_sum(f"{size:,} {kind}" for kind, size in plan.spec.weights_by_type.items()),
-            source=f"tensors listed in {plan.spec.source}",
+            value=plan.weights.total,
+            formula=_sum(f"{size:,} {kind}" for kind, size in plan.weights.by_type.items()),
+            source=plan.weights.source,
         )
-
-
-def _capacity(plan: Plan, budget: Budget) -> Iterator[Explained]:
-    if budget.weights:
-        yield Explained(
-            what="cache",
-            value=budget.cache,
-            formula=f"{budget.memory:,} - {budget.weights:,} weights - {budget.overhead:,} overhead",
-            source="--memory; step buffers of the engine are not set aside",
-        )
-    else:
-        yield Explained(what="cache", value=budget.cache, formula="as given", source="--cache-memory")
-    yield Explained(
-        what="cache, tokens",
-        value=budget.cache_tokens,
-        formula=f"whole blocks of {budget.block_tokens} tokens in {budget.cache:,} B",
-        source="slabs and blocks as kvist's arena cuts them",
-    )
-    yield Explained(
-        what=f"one user's blocks at {budget.context:,} tokens",
-        value=budget.sequence_allocated,
-        formula="whole blocks of every group; a window holds those that its next query sees",
-        source=f"--context, --block {budget.block_tokens}",
-    )
-    yield Explained(
-        what="users, paged",
-        value=budget.users_paged,
-        formula=f"most that fit, {budget.sequence_allocated:,} B of blocks each, one of them in its prompt",
-        source="slabs and blocks as kvist's arena cuts them",
-    )
-    longest = max(plan.spec.max_context, budget.context)
-    reserved = plan.spec.sequence_bytes(longest, plan.format) + (plan.cross_bytes or 0)
-    encoder = " and the encoder" if plan.cross_bytes else ""
-    yield Explained(
-        what="users, slab",
-        value=budget.users_slab,
-        formula=f"{budget.cache:,} // {reserved:,} B of {longest:,} tokens{encoder}",
-        source="each user's longest context reserved in one piece",
-    )
 
 
 def _sum(parts: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ from kvist.spec.model import ModelSpec
 
 if TYPE_CHECKING:
     from kvist.planning.deployment import Deployment
+    from kvist.planning.engines.account import EngineAccount
     from kvist.planning.fleet import GpuSet
     from kvist.planning.roofline import Speed
     from kvist.planning.weights import Weights
@@ -148,62 +149,6 @@ class UsersMean:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineGroup:
-    """How an engine cuts its memory for one group of layers."""
-
-    name: str
-    layers: int
-    block_bytes: int
-    blocks_per_slab: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineAccount:
-    """What an engine makes of a memory, and how to start it so.
-
-    Attributes:
-        name: of the engine.
-        num_blocks: blocks of the group that grows with every token, were all memory its own.
-        cache_tokens: tokens that the engine holds.
-        max_concurrency: sequences of the planned context at once.
-        slab_bytes: unit in which memory moves between groups.
-        num_slabs: of them.
-        groups: how each cuts a slab.
-        flags: of its start command.
-    """
-
-    name: str
-    num_blocks: int
-    cache_tokens: int
-    max_concurrency: float
-    slab_bytes: int
-    num_slabs: int
-    groups: tuple[EngineGroup, ...]
-    flags: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """As under ``engine`` in the JSON of ``kvist plan``."""
-        return {
-            "name": self.name,
-            "num_blocks": self.num_blocks,
-            "cache_tokens": self.cache_tokens,
-            "max_concurrency": self.max_concurrency,
-            "slab_bytes": self.slab_bytes,
-            "num_slabs": self.num_slabs,
-            "groups": [
-                {
-                    "name": group.name,
-                    "layers": group.layers,
-                    "block_bytes": group.block_bytes,
-                    "blocks_per_slab": group.blocks_per_slab,
-                }
-                for group in self.groups
-            ],
-            "flags": list(self.flags),
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The answer of :func:`kvist.plan`.
 
@@ -225,7 +170,7 @@ class Plan:
     sequence_bytes: Mapping[int, int]
     notes: tuple[str, ...] = ()
     capacity: Budget | None = None
-    engine: EngineAccount | None = None
+    engine: "EngineAccount | None" = None
     encoder_tokens: int | None = None
     weights: "Weights | None" = None
     speed: "Speed | None" = None

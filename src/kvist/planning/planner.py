@@ -1,22 +1,29 @@
-"""``kvist.plan``: (model, format, memory, workload) to a :class:`Plan`.
+"""``kvist.plan``: (model, format, devices or memory, workload) to a :class:`Plan`.
 
-Costs of one sequence are logical and come from the layers; what fits into a memory comes from
-:mod:`kvist.planning.capacity`, which is only loaded when it is asked for.
+Costs of one sequence are logical and come from the layers; what fits into a memory is only loaded when it is asked
+for.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvist.errors import DoesNotFit, InputError
-from kvist.planning.plan import Budget, EngineAccount, EngineGroup, Plan, format_notes
+from kvist.planning.plan import Plan, format_notes
 from kvist.spec.formats import CacheFormat, require_format
 from kvist.spec.model import ModelSpec
-from kvist.units import MAX_TOKENS, format_size, parse_size, parse_tokens
+from kvist.units import MAX_TOKENS, parse_tokens
+
+if TYPE_CHECKING:
+    from kvist.planning.demand import MixedLengths, SameLength
+    from kvist.planning.deployment import Cutting, Machine
+    from kvist.planning.fit import Fit
+    from kvist.planning.machines import Wish
+    from kvist.planning.weights import Weights
 
 DEFAULT_TOKENS = (1024, 8192, 32768, 131072)
 DEFAULT_CONTEXT = 8192
-ENGINES = ("kvist",)
 
 _MAX_USERS = 10**9
 _MAX_BLOCK = 2**20
@@ -27,29 +34,48 @@ def plan(
     *,
     format: CacheFormat | None = None,
     tokens: Iterable[int | str] | int | str | None = None,
+    gpu: str | None = None,
     memory: int | str | None = None,
     cache_memory: int | str | None = None,
+    weights: str | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    overhead: int | str | None = None,
     context: int | str | None = None,
     users: int | None = None,
+    lengths: str | Path | None = None,
+    shared_prefix: int | str | None = None,
     block_tokens: int | None = None,
     chunk: int | None = None,
     engine: str | None = None,
+    settings: Mapping[str, Any] | None = None,
     encoder_tokens: int | str | None = None,
 ) -> Plan:
     """Say what one sequence of a model costs and how many fit.
+
+    With a device or a memory, how many users fit; with ``users`` alone, which devices would hold them.
 
     Args:
         spec: a model, or what :meth:`ModelSpec.read` takes.
         format: codecs of keys and values; bf16 by default.
         tokens: lengths to price; by default those of 1k, 8k, 32k, 128k that the model allows. Others may be beyond
             what it was made for, which a note then says.
-        memory: bytes for weights and cache together.
-        cache_memory: bytes for the cache alone; one of the two, or neither.
-        context: tokens of each user's sequence; by default 8k, or the longest that the model allows.
+        gpu: a device of ``kvist gpus`` and how many, such as ``H100`` or ``H100x8``.
+        memory: bytes of each device for weights, cache and overhead together; of the named device where both are given.
+        cache_memory: bytes of each device for the cache alone.
+        weights: codec of the weights; by default as the model stores them.
+        tp: ranks that share each layer; by default as many as devices are named and heads allow.
+        pp: stages that share the layers; 1 by default.
+        overhead: bytes of each device for activations and runtime, in place of the formulas.
+        context: tokens of each user's sequence, by default 8k or the longest that the model allows; with ``lengths``
+            the longest that the server takes, by default the model's.
         users: how many must fit.
+        lengths: file of lengths or trace, see :func:`kvist.planning.lengths.read_lengths`.
+        shared_prefix: tokens that every prompt begins with.
         block_tokens: tokens of a block; the engine's default where left out.
         chunk: most prompt tokens that a step computes; the engine's default where left out.
-        engine: whose accounting to show; ``kvist``.
+        engine: whose accounting to show: ``kvist``, ``vllm``, ``sglang``, ``llama.cpp``, ``transformers``.
+        settings: of that engine, by its own names.
         encoder_tokens: length of the encoder's output, where a model attends to one and does not fix it.
 
     Raises:
@@ -59,37 +85,225 @@ def plan(
     if not isinstance(spec, ModelSpec):
         spec = ModelSpec.read(spec)
     fmt = CacheFormat() if format is None else require_format(format)
-    if memory is not None and cache_memory is not None:
-        raise InputError(
-            "`memory` and `cache_memory` are both given; `memory` includes the weights: give one", key="memory"
-        )
-    if engine is not None and engine not in ENGINES:
-        raise InputError(f"engine: {engine!r} is not accounted for; choose one of {', '.join(ENGINES)}", key="engine")
-    if memory is None and cache_memory is None:
-        _refuse_without_memory(users=users, engine=engine, context=context, block_tokens=block_tokens, chunk=chunk)
     if users is not None:
         _whole("users", users, most=_MAX_USERS)
-    lengths = _lengths(spec, tokens)
-    encoder = None if encoder_tokens is None else _encoder(spec, encoder_tokens)
+    if engine is not None:
+        from kvist.planning.engines import ENGINES
+
+        if engine not in ("kvist", *ENGINES):
+            known = ", ".join(("kvist", *ENGINES))
+            raise InputError(f"engine: {engine!r} is not accounted for; choose one of {known}", key="engine")
+    counting = {
+        "context": context, "lengths": lengths, "shared_prefix": shared_prefix, "block_tokens": block_tokens,
+        "chunk": chunk,
+    }  # fmt: skip
+    placing = {"engine": engine, "tp": tp, "pp": pp, "overhead": overhead}
+    from_memory = any(value is not None for value in (gpu, memory, cache_memory))
+    if not from_memory:
+        _refuse(placing, "needs a memory to count in; add `gpu`, `memory` or `cache_memory`")
+        if users is None:
+            _refuse(counting, "needs a memory to count in; add `gpu`, `memory` or `cache_memory`, or `users`")
+    prices = _lengths(spec, tokens)
+    weighed = _weigh(
+        spec, weights, needed=gpu is not None or memory is not None or (users is not None and not from_memory)
+    )
+    if weighed is not None:
+        spec = _with_weights(spec, weighed)
     result = Plan(
         spec=spec,
         format=fmt,
-        sequence_bytes={count: spec.sequence_bytes(count, fmt) for count in lengths},
-        notes=(*_notes(spec, lengths), *format_notes(spec, fmt)),
-        encoder_tokens=encoder,
+        sequence_bytes={count: spec.sequence_bytes(count, fmt) for count in prices},
+        notes=(*_notes(spec, prices), *format_notes(spec, fmt), *(weighed.notes if weighed is not None else ())),
+        encoder_tokens=None if encoder_tokens is None else _encoder(spec, encoder_tokens),
+        weights=weighed,
     )
-    if memory is None and cache_memory is None:
+    if not from_memory and users is None:
         return result
+    cutting = _cutting(result, block_tokens, chunk)
+    demand = _demand(spec, cutting, context, lengths, shared_prefix)
+    result = replace(result, notes=(*result.notes, *_demand_notes(demand)))
+    if not from_memory:
+        assert weighed is not None
+        assert users is not None
+        return _turned_round(result, weighed, cutting, demand, users)
+    from kvist.planning.machines import Wish
+
+    wish = Wish(gpu=gpu, memory=memory, cache_memory=cache_memory, tp=tp, pp=pp, overhead=overhead)
     return _with_capacity(
-        result,
-        memory=None if memory is None else parse_size(memory, key="memory"),
-        cache_memory=None if cache_memory is None else parse_size(cache_memory, key="cache_memory"),
-        context=_context(spec, context),
-        users=users,
-        block_tokens=block_tokens,
-        chunk=chunk,
-        engine=engine,
+        result, wish, None if cache_memory is not None else weighed, cutting, demand, users=users, engine=engine,
+        settings=settings,
+    )  # fmt: skip
+
+
+def _weigh(spec: ModelSpec, codec: str | None, *, needed: bool) -> "Weights | None":
+    """The weights, where they are known; an error only where they are needed."""
+    from kvist.planning.weights import weights_of
+
+    try:
+        return weights_of(spec, codec)
+    except InputError:
+        if needed or codec is not None:
+            raise
+        return None
+
+
+def _with_weights(spec: ModelSpec, weights: "Weights") -> ModelSpec:
+    """The model with what its weights weigh, and what was taken for granted of them."""
+    return replace(
+        spec,
+        parameters=weights.parameters,
+        weights_bytes=weights.total,
+        weights_by_type=weights.by_type,
+        assumed=(*spec.assumed, *weights.assumed),
     )
+
+
+def _cutting(result: Plan, block_tokens: int | None, chunk: int | None) -> "Cutting":
+    from kvist.cache.groups import DEFAULT_BLOCK_TOKENS
+    from kvist.planning.capacity import DEFAULT_CHUNK
+    from kvist.planning.deployment import Cutting
+
+    return Cutting(
+        fmt=result.format,
+        block_tokens=DEFAULT_BLOCK_TOKENS
+        if block_tokens is None
+        else _whole("block_tokens", block_tokens, most=_MAX_BLOCK),
+        chunk=DEFAULT_CHUNK if chunk is None else _whole("chunk", chunk, most=MAX_TOKENS),
+        encoder_tokens=result.encoder_tokens,
+    )
+
+
+def _demand(
+    spec: ModelSpec,
+    cutting: "Cutting",
+    context: int | str | None,
+    lengths: str | Path | None,
+    shared_prefix: int | str | None,
+) -> "SameLength | MixedLengths":
+    """What users ask: one length, or those of a file."""
+    from kvist.planning.demand import MixedLengths, SameLength
+
+    shared = 0 if shared_prefix is None else parse_tokens(shared_prefix, key="shared_prefix")
+    if lengths is None:
+        length = _context(spec, context)
+        if shared >= length:
+            raise InputError(
+                f"shared_prefix: {shared} tokens of sequences of {length}; fewer, as each has a token of its own",
+                key="shared_prefix",
+            )
+        return SameLength(cutting=cutting, context=length, limit=max(spec.max_context, length), shared=shared)
+    from kvist.planning.lengths import read_lengths
+    from kvist.planning.workload import Mix
+
+    limit = spec.max_context if context is None else _context(spec, context)
+    return MixedLengths(cutting=cutting, mix=Mix.of(read_lengths(lengths), limit=limit, shared=shared))
+
+
+def _demand_notes(demand: "SameLength | MixedLengths") -> tuple[str, ...]:
+    from kvist.planning.demand import SameLength
+
+    if isinstance(demand, SameLength):
+        return ()
+    mix, notes = demand.mix, []
+    if mix.dropped:
+        every = mix.dropped + len(mix.requests)
+        notes.append(
+            f"{mix.dropped:,} of {every:,} sequences of {mix.source} are longer than {mix.limit:,} tokens and left out"
+        )
+    if mix.empty:
+        notes.append(f"{mix.empty:,} requests of {mix.source} have no tokens and are left out")
+    return tuple(notes)
+
+
+def _with_capacity(
+    result: Plan,
+    wish: "Wish",
+    weights: "Weights | None",
+    cutting: "Cutting",
+    demand: "SameLength | MixedLengths",
+    *,
+    users: int | None,
+    engine: str | None,
+    settings: Mapping[str, Any] | None,
+) -> Plan:
+    from kvist.planning.fit import fit
+    from kvist.planning.machines import machine_of
+
+    placed = machine_of(wish, result.spec)
+    try:
+        found = fit(result.spec, weights, placed.machine, cutting, demand)
+        if users is not None:
+            found.require(users)
+    except DoesNotFit as error:
+        remedy = _what_would_fit(result, placed.machine, weights, cutting, demand, users or 1)
+        raise DoesNotFit(f"{error}{remedy}") from error
+    result = replace(result, capacity=found.budget(), notes=(*result.notes, *placed.notes, *found.deployment.notes))
+    if placed.machine.accelerator is not None:
+        result = _with_speed(result, found, weights, users)
+    if engine is not None:
+        from kvist.planning.accounting import account_of
+
+        result = replace(result, engine=account_of(result, found, engine, settings))
+    return result
+
+
+def _with_speed(result: Plan, found: "Fit", weights: "Weights | None", users: int | None) -> Plan:
+    """Bounds on the speed at the planned number of users, where all is known that they need."""
+    from kvist.planning.roofline import speed_of
+
+    budget = result.capacity
+    planned = users or found.best.safe
+    if budget is None or not planned or weights is None:
+        return result
+    if weights.inventory is None:
+        return replace(result, notes=(*result.notes, f"no speed: {weights.reason}"))
+    try:
+        speed = speed_of(
+            result.spec, result.format, found.deployment, weights, users=planned, context=found.demand.context,
+            prompt=found.demand.prompt, fills=planned >= found.best.safe,
+        )  # fmt: skip
+    except InputError as error:
+        reason = str(error).removeprefix("gpu: ").partition(";")[0]
+        return replace(result, notes=(*result.notes, f"no speed: {reason}"))
+    if speed.prefill is None:
+        name = found.deployment.machine.label
+        note = f"the rate of {name} is not known: no prefill, and decode is bounded by bandwidth alone"
+        result = replace(result, notes=(*result.notes, note))
+    return replace(result, speed=speed, capacity=replace(budget, binds=speed.binds))
+
+
+def _what_would_fit(
+    result: Plan,
+    machine: "Machine",
+    weights: "Weights | None",
+    cutting: "Cutting",
+    demand: "SameLength | MixedLengths",
+    users: int,
+) -> str:
+    """How many of the same devices would do, to end a message with."""
+    from kvist.planning.fleet import smallest_sets
+
+    if machine.accelerator is None or weights is None or not machine.accelerator.plannable:
+        return ""
+    try:
+        sets = smallest_sets(
+            result.spec, result.format, weights, cutting, demand, users=users, among=(machine.accelerator,)
+        )
+    except DoesNotFit:
+        return ""
+    return (
+        f"; {sets[0].devices} x {machine.accelerator.name} would hold them" if sets[0].devices > machine.devices else ""
+    )
+
+
+def _turned_round(
+    result: Plan, weights: "Weights", cutting: "Cutting", demand: "SameLength | MixedLengths", users: int
+) -> Plan:
+    """The devices that would hold the users."""
+    from kvist.planning.fleet import smallest_sets
+
+    sets = smallest_sets(result.spec, result.format, weights, cutting, demand, users=users)
+    return replace(result, sets=sets)
 
 
 def _lengths(spec: ModelSpec, tokens: Iterable[int | str] | int | str | None) -> list[int]:
@@ -117,14 +331,12 @@ def _notes(spec: ModelSpec, lengths: list[int]) -> tuple[str, ...]:
     return (f"{spec.name} was made for {spec.max_context:,} tokens; what {', '.join(beyond)} would cost is arithmetic",)
 
 
-def _refuse_without_memory(**settings: object) -> None:
+def _refuse(settings: Mapping[str, object], why: str) -> None:
     """These count what fits, and there is nothing to fit into."""
     for key, value in settings.items():
         if value is not None:
             aside = "; a length is priced with `tokens`" if key == "context" else ""
-            raise InputError(
-                f"{key}: {value} needs a memory to count in; add `memory` or `cache_memory`{aside}", key=key
-            )
+            raise InputError(f"{key}: {value} {why}{aside}", key=key)
 
 
 def _whole(key: str, value: object, *, most: int) -> int:
@@ -140,92 +352,3 @@ def _context(spec: ModelSpec, context: int | str | None) -> int:
     if not 1 <= count <= spec.max_context:
         raise InputError(f"context: {count} tokens; {spec.name} allows 1 to {spec.max_context}", key="context")
     return count
-
-
-def _with_capacity(
-    result: Plan,
-    *,
-    memory: int | None,
-    cache_memory: int | None,
-    context: int,
-    users: int | None,
-    block_tokens: int | None,
-    chunk: int | None,
-    engine: str | None,
-) -> Plan:
-    from kvist.cache.groups import DEFAULT_BLOCK_TOKENS, groups_of
-    from kvist.planning.capacity import DEFAULT_CHUNK, Capacity, capacity_of
-
-    spec, fmt = result.spec, result.format
-    block = DEFAULT_BLOCK_TOKENS if block_tokens is None else block_tokens
-    _whole("block_tokens", block, most=_MAX_BLOCK)
-    weights = 0
-    if cache_memory is None:
-        assert memory is not None
-        weights = _weights(spec)
-        cache_memory = memory - weights
-        if cache_memory <= 0:
-            raise DoesNotFit(
-                f"the weights of {spec.name} take {format_size(weights)}; {format_size(memory)} leaves no cache"
-            )
-    try:
-        capacity: Capacity = capacity_of(
-            spec,
-            fmt,
-            groups_of(spec, fmt, block, encoder_tokens=result.encoder_tokens),
-            cache_bytes=cache_memory,
-            context=context,
-            chunk=DEFAULT_CHUNK if chunk is None else _whole("chunk", chunk, most=MAX_TOKENS),
-        )
-    except DoesNotFit as error:
-        # The arena calls what it is given its memory; here that is the word for weights and cache together.
-        raise DoesNotFit(f"the cache: {str(error).removeprefix('memory: ')}") from error
-    if users is not None:
-        capacity.require(users)
-    budget = Budget(
-        memory=cache_memory if memory is None else memory,
-        weights=weights,
-        overhead=0,
-        cache=cache_memory,
-        cache_tokens=capacity.cache_tokens,
-        context=context,
-        block_tokens=block,
-        users_slab=capacity.users_slab,
-        users_paged=capacity.users_paged,
-        waste_slab=capacity.waste_slab,
-        waste_paged=capacity.waste_paged,
-        sequence_allocated=capacity.sequence_allocated,
-        prefill_chunk=capacity.prefill_chunk,
-    )
-    account = None
-    if engine is not None:
-        growing = next((index for index, group in enumerate(capacity.groups) if group.lifetime == "full"), 0)
-        account = EngineAccount(
-            name=engine,
-            num_blocks=capacity.layout.total_blocks(growing),
-            cache_tokens=capacity.cache_tokens,
-            max_concurrency=capacity.cache_tokens / context,
-            slab_bytes=capacity.layout.slab_bytes,
-            num_slabs=capacity.layout.num_slabs,
-            groups=tuple(
-                EngineGroup(
-                    name=group.name, layers=len(group.layers), block_bytes=group.block_bytes, blocks_per_slab=per
-                )
-                for group, per in zip(capacity.groups, capacity.layout.blocks_per_slab, strict=True)
-            ),
-            flags=(
-                *("--memory", str(cache_memory), "--block", str(block)),
-                *("--key", fmt.key, "--value", fmt.value, "--max-context", str(context)),
-            ),
-        )
-    return replace(result, capacity=budget, engine=account)
-
-
-def _weights(spec: ModelSpec) -> int:
-    if spec.weights_bytes is None:
-        raise InputError(
-            f"memory: the weights of {spec.name} are not known from {spec.source}; name a model directory or a .gguf "
-            f"file, or give the cache alone with `cache_memory`",
-            key="memory",
-        )
-    return spec.weights_bytes

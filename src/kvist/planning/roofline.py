@@ -41,7 +41,7 @@ class Step:
         operations: of a rank.
         weights_bytes: that a rank reads.
         cache_bytes: that a rank reads and writes.
-        compute_seconds: operations over the peak rate.
+        compute_seconds: operations over the peak rate; 0 where it is not known.
         memory_seconds: bytes over the peak bandwidth.
         link_seconds: what ranks send each other; 0 where there is one or nothing is known of their link.
         stages: of the pipeline, which a token passes one after the other.
@@ -80,7 +80,7 @@ class Speed:
         users: sequences that decode at once, over all replicas.
         context: tokens of each.
         decode: one step of all of a replica's sequences.
-        prefill: the prompt of one sequence.
+        prefill: the prompt of one sequence; None where the device's rate is not known.
         prompt: its tokens.
         replicas: that run beside each other.
         binds: what to raise to serve more users.
@@ -89,7 +89,7 @@ class Speed:
     users: int
     context: int
     decode: Step
-    prefill: Step
+    prefill: Step | None
     prompt: int
     replicas: int
     binds: Ceiling
@@ -105,9 +105,9 @@ class Speed:
         return self.decode_rate / self.users
 
     @property
-    def prefill_rate(self) -> float:
+    def prefill_rate(self) -> float | None:
         """Prompt tokens a second, of one replica."""
-        return self.prompt / self.prefill.seconds
+        return None if self.prefill is None else self.prompt / self.prefill.seconds
 
     def to_dict(self) -> dict[str, Any]:
         """As under ``speed`` in the JSON of ``kvist plan``."""
@@ -121,7 +121,9 @@ class Speed:
                 "tokens_per_second_per_user": self.user_rate,
                 **_parts(self.decode),
             },
-            "prefill": {
+            "prefill": None
+            if self.prefill is None
+            else {
                 "tokens": self.prompt,
                 "seconds": self.prefill.seconds,
                 "tokens_per_second": self.prefill_rate,
@@ -142,20 +144,14 @@ def _parts(step: Step) -> dict[str, Any]:
     }
 
 
-def rate_of(accelerator: Accelerator, weights: Weights) -> Fact:
-    """The peak rate at which a device multiplies such weights.
+def rate_of(accelerator: Accelerator, weights: Weights) -> Fact | None:
+    """The peak rate at which a device multiplies such weights, where it is known.
 
     Types that it multiplies directly have their own; all others are widened to bf16 first.
-
-    Raises:
-        InputError: the rate is not known.
     """
     codec = max(weights.by_type, key=lambda name: weights.by_type[name])
     wanted = {"fp8": "fp8", "F8_E4M3": "fp8", "nvfp4": "fp4"}.get(codec, "bf16")
-    fact = accelerator.rates.get(wanted) or accelerator.rates.get("bf16")
-    if fact is None:
-        raise accelerator.unknown("bf16 rate")
-    return fact
+    return accelerator.rates.get(wanted) or accelerator.rates.get("bf16")
 
 
 def speed_of(
@@ -169,7 +165,7 @@ def speed_of(
     prompt: int,
     fills: bool,
 ) -> Speed:
-    """Bound the speed of a deployment.
+    """Bound the speed of a deployment; where its device's rate is not known, by bandwidth alone.
 
     Args:
         spec: the model.
@@ -182,7 +178,7 @@ def speed_of(
         fills: whether more users would not fit into the memory.
 
     Raises:
-        InputError: the rate or the bandwidth of the device is not known, or the shapes of the weights.
+        InputError: the bandwidth of the device is not known.
     """
     machine = deployment.machine
     accelerator = machine.accelerator
@@ -194,15 +190,21 @@ def speed_of(
     # While one stage works on some sequences, the others work on other ones.
     together = -(-users // (machine.replicas * machine.pp))
     bound = _Bound(
-        spec=spec, fmt=fmt, weights=weights, inventory=weights.inventory, tp=machine.tp, rate=rate.value,
-        bandwidth=accelerator.bandwidth.value, link=None if accelerator.link is None else accelerator.link.value,
-    )  # fmt: skip
+        spec=spec,
+        fmt=fmt,
+        weights=weights,
+        inventory=weights.inventory,
+        tp=machine.tp,
+        rate=None if rate is None else rate.value,
+        bandwidth=accelerator.bandwidth.value,
+        link=None if accelerator.link is None else accelerator.link.value,
+    )
     decodes = [bound.decode(stage, together, context, len(deployment.stages)) for stage in deployment.stages]
     decode = max(decodes, key=lambda step: step.stage_seconds)
-    prefill = max(
-        (bound.prefill(stage, prompt, len(deployment.stages)) for stage in deployment.stages),
-        key=lambda step: step.stage_seconds,
-    )
+    prefill = None
+    if rate is not None:
+        prefills = [bound.prefill(stage, prompt, len(deployment.stages)) for stage in deployment.stages]
+        prefill = max(prefills, key=lambda step: step.stage_seconds)
     return Speed(
         users=users,
         context=context,
@@ -235,7 +237,7 @@ class _Bound:
     weights: Weights
     inventory: Inventory
     tp: int
-    rate: float
+    rate: float | None
     bandwidth: float
     link: float | None
 
@@ -273,7 +275,7 @@ class _Bound:
             operations=operations,
             weights_bytes=read,
             cache_bytes=cache,
-            compute_seconds=operations / self.rate,
+            compute_seconds=operations / self.rate if self.rate else 0.0,
             memory_seconds=(read + cache) / self.bandwidth,
             link_seconds=self._sent(part.count, tokens) / self.link if self.link else 0.0,
             stages=stages,

@@ -22,7 +22,7 @@ token share: windows, chunks and states are a sequence's own.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,7 @@ class Mix:
         requests: of it.
         limit: longest sequence that the server takes.
         dropped: requests that are longer.
+        empty: requests of no token, left out.
         block_tokens: tokens of the blocks that a trace names.
         shared: tokens that every longer prompt begins with.
     """
@@ -59,6 +60,7 @@ class Mix:
     requests: tuple[Request, ...]
     limit: int
     dropped: int
+    empty: int
     block_tokens: int | None
     shared: int
 
@@ -91,6 +93,7 @@ class Mix:
             requests=requests,
             limit=limit,
             dropped=len(lengths.requests) - len(requests),
+            empty=lengths.empty,
             block_tokens=lengths.block_tokens,
             shared=shared,
         )
@@ -189,7 +192,8 @@ class MixUsers:
     mean_bytes: float
 
 
-def prices(groups: Sequence[Group], longest: int) -> _Floats:
+@lru_cache(maxsize=32)
+def prices(groups: tuple[Group, ...], longest: int) -> _Floats:
     """Bytes of the blocks of a sequence, by its tokens, 0 to ``longest``."""
     total = np.zeros(longest + 1)
     for group in groups:
@@ -203,7 +207,7 @@ def prices(groups: Sequence[Group], longest: int) -> _Floats:
     return total
 
 
-def mix_users(mix: Mix, groups: Sequence[Group], layout: ArenaLayout, *, chunk: int) -> MixUsers:
+def mix_users(mix: Mix, groups: tuple[Group, ...], layout: ArenaLayout, *, chunk: int) -> MixUsers:
     """Count what a cache holds of a mix.
 
     Args:
@@ -219,10 +223,18 @@ def mix_users(mix: Mix, groups: Sequence[Group], layout: ArenaLayout, *, chunk: 
     )
 
 
-def mix_holds(mix: Mix, groups: Sequence[Group], layout: ArenaLayout, *, users: int, chunk: int) -> bool:
+def mix_holds(mix: Mix, groups: tuple[Group, ...], layout: ArenaLayout, *, users: int, chunk: int) -> bool:
     """Whether a cache holds so many of a mix 99 % of the time, with what they have in common stored once."""
     priced = _Priced.sharing(mix, groups) or _Priced.of(mix, groups)
     return priced.holds(users, _room(mix, groups, layout, chunk))
+
+
+def mix_least(mix: Mix, groups: tuple[Group, ...], users: int) -> int:
+    """Bytes of blocks that hold so many 99 % of the time, whatever else a cache needs."""
+    priced = _Priced.sharing(mix, groups) or _Priced.of(mix, groups)
+    # Far out on the right; the grid then still is a thousandth of the answer.
+    most = max(priced.mean, float(priced.price[priced.weight > 0].max()) / max(1, users) * 4) * users * 2
+    return max(0, round(_Sums(priced.price, priced.weight, most).quantile(users) - priced.saved(users).safe))
 
 
 def _room(mix: Mix, groups: Sequence[Group], layout: ArenaLayout, chunk: int) -> float:
@@ -249,14 +261,14 @@ class _Priced:
     saved: "Callable[[int], _Saved]"
 
     @classmethod
-    def of(cls, mix: Mix, groups: Sequence[Group]) -> "_Priced":
+    def of(cls, mix: Mix, groups: tuple[Group, ...]) -> "_Priced":
         """Every sequence for itself."""
         weight = mix.moments.weight
         nothing = _Saved(mean=0.0, safe=0.0)
         return cls(price=prices(groups, len(weight) - 1), weight=weight, saved=lambda users: nothing)
 
     @classmethod
-    def sharing(cls, mix: Mix, groups: Sequence[Group]) -> "_Priced | None":
+    def sharing(cls, mix: Mix, groups: tuple[Group, ...]) -> "_Priced | None":
         """With a prefix that all have, or the blocks that a trace names, stored once; None where there is neither."""
         bare = cls.of(mix, groups)
         if mix.shared:
@@ -380,6 +392,7 @@ class _Sums:
     """How likely sums of independent prices stay within a room, on a grid; what lies beyond the room is dropped."""
 
     def __init__(self, price: _Floats, weight: _Floats, room: float) -> None:
+        self._room = room
         place = price * (_GRID / room)
         low = np.floor(place).astype(np.int64)
         part = place - low
@@ -391,6 +404,18 @@ class _Sums:
 
     def within(self, users: int) -> bool:
         """Whether so many stay within the room with 99 % certainty."""
+        density = self._density(users)
+        return density is None or float(density[: _GRID + 1].sum()) >= _CONFIDENCE - 1e-9
+
+    def quantile(self, users: int) -> float:
+        """Bytes within which so many stay with 99 % certainty; the room where they do not."""
+        density = self._density(users)
+        if density is None:
+            return 0.0
+        return min(_GRID, int(np.searchsorted(np.cumsum(density), _CONFIDENCE))) * self._room / _GRID
+
+    def _density(self, users: int) -> _Floats | None:
+        """The density of the sum of so many; None for none."""
         density: _Floats | None = None
         for bit in range(users.bit_length()):
             if bit == len(self._powers):
@@ -398,7 +423,7 @@ class _Sums:
             if users >> bit & 1:
                 power = self._powers[bit]
                 density = power if density is None else _convolved(density, power)
-        return density is None or float(density[: _GRID + 1].sum()) >= _CONFIDENCE - 1e-9
+        return density
 
 
 def _convolved(one: _Floats, other: _Floats) -> _Floats:

@@ -3,7 +3,7 @@
 import re
 
 from kvist.planning.explain import explain
-from kvist.planning.plan import Budget, Plan
+from kvist.planning.plan import Plan
 from kvist.report.layer_lines import format_rate, layer_lines
 from kvist.report.tables import Column, print_entries, print_facts, print_table
 from kvist.units import format_size
@@ -36,7 +36,13 @@ def print_plan(plan: Plan, *, explained: bool = False) -> None:
     if plan.notes:
         print_facts([("note", note) for note in plan.notes])
     if plan.capacity is not None:
-        _print_capacity(plan.capacity)
+        from kvist.report.capacity_tables import print_capacity
+
+        print_capacity(plan.capacity, plan.speed)
+    if plan.sets is not None:
+        from kvist.report.capacity_tables import print_sets
+
+        print_sets(plan.sets)
     if plan.engine is not None:
         _print_engine(plan)
     if explained:
@@ -82,42 +88,18 @@ def _token_facts(plan: Plan) -> list[tuple[str, str]]:
     return facts
 
 
-def _print_capacity(budget: Budget) -> None:
-    facts = [("memory", format_size(budget.memory))]
-    if budget.weights:
-        facts.append(("weights", format_size(budget.weights)))
-    facts += [
-        ("cache", f"{format_size(budget.cache)}: {budget.cache_tokens:,} tokens in blocks of {budget.block_tokens}"),
-        ("one user", f"{format_size(budget.sequence_allocated)} of blocks at {budget.context:,} tokens"),
-    ]
-    print_facts(facts)
-    print_table(
-        (
-            Column(title=f"users at {budget.context:,} tokens"),
-            Column(title="fit", number=True),
-            Column(title="waste", number=True),
-        ),
-        [
-            ("slab: longest context reserved at once", f"{budget.users_slab:,}", format_size(budget.waste_slab)),
-            ("paged: blocks as sequences grow", f"{budget.users_paged:,}", format_size(budget.waste_paged)),
-        ],
-    )
-
-
 def _print_engine(plan: Plan) -> None:
     account = plan.engine
     assert account is not None
-    print_facts(
-        [
-            ("engine", f"{account.name}: {account.num_slabs:,} slabs of {format_size(account.slab_bytes)}"),
-            *(
-                (
-                    group.name,
-                    f"{group.layers} layers, {group.blocks_per_slab} x {format_size(group.block_bytes)} blocks a slab",
-                )
-                for group in account.groups
-            ),
-            ("concurrency", f"{account.max_concurrency:.2f} sequences, {account.cache_tokens:,} tokens"),
-            ("start", f"kvist serve {plan.spec.name} {' '.join(account.flags)}"),
-        ]
-    )
+    facts = [("engine", f"{account.name} {account.version}".strip())]
+    facts += [
+        (group.name, f"{group.layers} layers, blocks of {format_size(group.block_bytes)}") for group in account.groups
+    ]
+    facts += [
+        ("blocks", f"{account.num_blocks:,}; {account.cache_tokens:,} tokens"),
+        ("concurrency", f"{account.max_concurrency:.2f} sequences of the planned length"),
+        ("start", account.start(plan.spec.name)),
+    ]
+    print_facts(facts)
+    if account.notes:
+        print_facts([("note", note) for note in account.notes])

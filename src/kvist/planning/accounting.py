@@ -1,0 +1,84 @@
+"""What an engine makes of a plan's memory: kvist's own account, or that of another engine."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvist.errors import InputError
+from kvist.planning.engines import engine_account
+from kvist.planning.engines.account import EngineAccount, EngineBudget, EngineGroup
+from kvist.planning.fit import Fit
+from kvist.planning.plan import Plan
+
+# What other engines call ranks and stages, where they have them.
+_SHARING = {
+    "vllm": ("tensor_parallel_size", "pipeline_parallel_size"),
+    "sglang": ("tp_size", "pp_size"),
+}
+
+
+def account_of(plan: Plan, fit: Fit, engine: str, settings: Mapping[str, Any] | None) -> EngineAccount:
+    """What an engine makes of one device of a plan.
+
+    Raises:
+        InputError: there is no such engine, or a setting is wrong.
+        DoesNotFit: the engine would not start.
+    """
+    if engine == "kvist":
+        return _kvist(plan, fit, settings)
+    machine = fit.deployment.machine
+    fullest = max(fit.deployment.stages, key=lambda stage: stage.weights + stage.overhead(fit.deployment.sampled))
+    budget = EngineBudget(
+        cache=machine.cache,
+        device=machine.memory,
+        taken=fullest.weights + fullest.overhead(fit.deployment.sampled) if machine.cache is None else 0,
+    )
+    chosen = dict(settings or {})
+    for key, ranks in zip(_SHARING.get(engine, ()), (machine.tp, machine.pp), strict=False):
+        if ranks > 1:
+            chosen.setdefault(key, ranks)
+    return engine_account(
+        plan.spec, plan.format, engine=engine, budget=budget, context=fit.demand.context, settings=chosen
+    )
+
+
+def _kvist(plan: Plan, fit: Fit, settings: Mapping[str, Any] | None) -> EngineAccount:
+    """kvist's own, which runs on one device."""
+    machine, capacity = fit.deployment.machine, fit.capacity
+    if settings:
+        raise InputError(
+            f"engine: kvist has no setting {next(iter(settings))!r}; its options are kvist's own", key="engine"
+        )
+    if machine.devices > 1:
+        raise InputError(f"engine: kvist runs on one device, not on {machine.devices}", key="engine")
+    if capacity is None:
+        raise InputError(f"engine: {plan.spec.name} remembers nothing that a cache could hold", key="engine")
+    growing = next((index for index, group in enumerate(capacity.groups) if group.lifetime == "full"), 0)
+    fmt, cache = plan.format, capacity.cache_bytes
+    return EngineAccount(
+        name="kvist",
+        num_blocks=capacity.layout.total_blocks(growing),
+        cache_tokens=capacity.cache_tokens,
+        max_concurrency=capacity.cache_tokens / capacity.context,
+        cache_bytes=cache,
+        allocated_bytes=capacity.layout.total_bytes,
+        sequence_bytes=capacity.sequence_allocated,
+        groups=tuple(
+            EngineGroup(
+                name=group.name,
+                layers=len(group.layers),
+                block_bytes=group.block_bytes,
+                blocks_per_slab=per,
+                block_tokens=group.block_tokens,
+                sequence_blocks=blocks,
+            )
+            for group, per, blocks in zip(
+                capacity.groups, capacity.layout.blocks_per_slab, capacity.sequence_blocks, strict=True
+            )
+        ),
+        command="kvist serve {model}",
+        flags=(
+            *("--memory", str(cache), "--block", str(fit.cutting.block_tokens)),
+            *("--key", fmt.key, "--value", fmt.value, "--max-context", str(capacity.context)),
+        ),
+        details={"slab_bytes": capacity.layout.slab_bytes, "num_slabs": capacity.layout.num_slabs},
+    )
