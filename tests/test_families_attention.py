@@ -120,7 +120,8 @@ PUBLISHED = {
     ),
     "XiaomiMiMo/MiMo-7B-RL, whose window is off": Published(
         config={"model_type": "mimo", **shape(36, 32, 8, 4096), "use_sliding_window": False,
-                "sliding_window": 32768, "max_window_layers": 36, "num_nextn_predict_layers": 1},
+                "sliding_window": 32768, "max_window_layers": 36, "num_nextn_predict_layers": 1,
+                "max_position_embeddings": 32768},
         append=144, drafts=1,
     ),
     "xai-org/grok-2, of a type that is another's": Published(
@@ -444,6 +445,18 @@ def test_a_number_of_kv_heads_that_the_class_does_not_know_is_refused() -> None:
         with pytest.raises(UnsupportedModel, match=r"num_key_value_heads is 2; .* stores 8 heads here"):
             read(LLAMA | {"model_type": family})
         assert read(LLAMA | {"model_type": family, "num_key_value_heads": 8}).layers
+
+
+def test_defaults_of_code_that_is_published_apart_are_not_taken_for_kv_heads() -> None:
+    bare = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    config = bare | {"model_type": "internlm2", "max_position_embeddings": 512}
+    with pytest.raises(BadFile, match="num_key_value_heads is missing; a internlm2 configuration names it"):
+        read(config)
+    assert read(config | {"num_key_value_heads": None}).layers == (Attention(kv_heads=8, key_dim=8, value_dim=8),) * 4
+    phi = {"model_type": "phi-msft", "n_layer": 2, "n_head": 8, "n_embd": 64}
+    assert read(phi | {"n_head_kv": None}).layers[0] == Attention(kv_heads=8, key_dim=8, value_dim=8)
+    assert read(phi | {"n_head_kv": 2}).layers[0] == Attention(kv_heads=2, key_dim=8, value_dim=8)
+    assert [entry.source for entry in read(phi).assumed] == ["default of phi-msft in the code published with it"]
 
 
 def test_parts_take_the_defaults_of_their_class_and_whole_files_do_not() -> None:

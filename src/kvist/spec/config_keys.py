@@ -27,6 +27,7 @@ class ConfigKeys:
     ``config`` is a completed copy, with ``overrides`` in place of what is published; ``assumed`` lists the defaults
     that were taken, ``asked`` the keys that were looked at. ``part`` says that it is a part of a larger file: these
     print what differs from the defaults of their class and nothing else, where a whole file prints all it has.
+    ``origin`` says where the class is.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class ConfigKeys:
         self.config: dict[str, Any] = {**config, **self.overrides}
         self.name = name
         self.part = part
+        self.origin = "in transformers"
         self.assumed: list[Assumption] = []
         self.asked: set[str] = set()
         self._printed_as: dict[str, str] = {}

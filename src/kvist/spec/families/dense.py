@@ -43,9 +43,11 @@ class Dense:
         rule: which layers have windows where no list is printed.
         window: default width of the class.
         chunk: default width of chunks.
+        own_code: whether the class is published with the models; transformers does not have it. KV heads must then be
+            printed, unless ``kv_heads`` or ``prepare`` says what the class takes.
     """
 
-    context: int | None
+    context: int | None = None
     layers: int | None = None
     heads: int | None = None
     hidden: int | None = None
@@ -57,6 +59,7 @@ class Dense:
     rule: windows.Rule = windows.full
     window: int | None = None
     chunk: int | None = None
+    own_code: bool = False
 
 
 def read_dense(family: Dense, keys: ConfigKeys) -> Reading:
@@ -66,8 +69,12 @@ def read_dense(family: Dense, keys: ConfigKeys) -> Reading:
         UnsupportedModel, BadFile: as :func:`kvist.spec.families.read_config`.
     """
     keys.rename(family.names)
+    if family.own_code:
+        keys.origin = "in the code published with it"
     if family.prepare:
         family.prepare(keys)
+    elif family.own_code and family.kv_heads is None and "num_key_value_heads" not in keys:
+        raise keys.missing("num_key_value_heads")
     size = Size(layers=family.layers, heads=family.heads, hidden=family.hidden)
     shape = heads_and_widths(keys, head_dim=family.head_dim, kv_heads=family.kv_heads, size=size)
     if keys.get("use_bidirectional_attention") not in (None, False, "vision"):

@@ -15,6 +15,7 @@ from kvist.spec.families.own_keys import (
     multi_query_heads,
     old_falcon_heads,
     olmo_heads,
+    phi_heads,
 )
 
 _LAYERS, _HEADS, _HIDDEN = "num_hidden_layers", "num_attention_heads", "hidden_size"
@@ -29,13 +30,13 @@ _POSITIONS = ("n_positions",)
 GPT_FAMILIES = {
     "gpt2": Dense(context=1024, layers=12, heads=12, hidden=768, names=_GPT2, contexts=_POSITIONS, prepare=gpt2_heads),
     "gpt-sw3": Dense(context=1024, names=_GPT2, contexts=_POSITIONS, prepare=all_heads),
-    "jais": Dense(context=1024, names=_GPT2, contexts=_POSITIONS, prepare=all_heads),
-    "btlm": Dense(context=1024, names=_GPT2, contexts=_POSITIONS, prepare=all_heads),
+    "jais": Dense(own_code=True, context=1024, names=_GPT2, contexts=_POSITIONS, prepare=all_heads),
+    "btlm": Dense(own_code=True, context=1024, names=_GPT2, contexts=_POSITIONS, prepare=all_heads),
     "codegen": Dense(context=2048, names=_GPT2, contexts=_POSITIONS, prepare=all_heads),
     "gptj": Dense(context=2048, names=_GPT2, contexts=_POSITIONS, prepare=all_heads),
     "ctrl": Dense(context=256, names=_GPT2, contexts=_POSITIONS, prepare=all_heads),
     "gpt_bigcode": Dense(context=1024, names=_GPT2, contexts=_POSITIONS, prepare=multi_query_heads),
-    "gpt_refact": Dense(context=4096, names=_GPT2, contexts=_POSITIONS, prepare=multi_query_heads),
+    "gpt_refact": Dense(own_code=True, context=4096, names=_GPT2, contexts=_POSITIONS, prepare=multi_query_heads),
     "gpt_neox": Dense(context=2048, layers=44, heads=64, hidden=6144, prepare=all_heads),
     "gpt_neox_japanese": Dense(context=2048, prepare=all_heads),
     "opt": Dense(context=2048, layers=12, heads=12, hidden=768, prepare=all_heads),
@@ -46,20 +47,18 @@ GPT_FAMILIES = {
     "bloom": Dense(context=2048, names=_BLOOM, contexts=("seq_length",), prepare=all_heads),
     "mpt": Dense(context=2048, names=_MOSAIC, contexts=("max_seq_len",), prepare=mpt_heads),
     "dbrx": Dense(context=2048, names=_MOSAIC, contexts=("max_seq_len",), prepare=dbrx_heads),
-    "hf_olmo": Dense(context=1024, names=_MOSAIC, contexts=("max_sequence_length",), prepare=olmo_heads),
+    "hf_olmo": Dense(own_code=True, context=1024, names=_MOSAIC, contexts=("max_sequence_length",), prepare=olmo_heads),
     "falcon": Dense(context=2048, layers=32, heads=71, hidden=4544, prepare=falcon_heads),
-    "RefinedWeb": Dense(context=2048, names=_BLOOM, prepare=old_falcon_heads),
-    "RefinedWebModel": Dense(context=2048, names=_BLOOM, prepare=old_falcon_heads),
-    "phi-msft": Dense(
-        context=2048, names={**_GPT2, "num_key_value_heads": ("n_head_kv",)}, contexts=_POSITIONS
-    ),
-    "qwen": Dense(context=8192, head_dim=128, names={"head_dim": ("kv_channels",)}, prepare=all_heads),
+    "RefinedWeb": Dense(own_code=True, context=2048, names=_BLOOM, prepare=old_falcon_heads),
+    "RefinedWebModel": Dense(own_code=True, context=2048, names=_BLOOM, prepare=old_falcon_heads),
+    "phi-msft": Dense(own_code=True, context=2048, names=_GPT2, contexts=_POSITIONS, prepare=phi_heads),
+    "qwen": Dense(own_code=True, context=8192, head_dim=128, names={"head_dim": ("kv_channels",)}, prepare=all_heads),
     "chatglm": Dense(
-        context=2048, head_dim=128, names=_CHATGLM, contexts=("seq_length", "max_sequence_length"),
+        own_code=True, context=2048, head_dim=128, names=_CHATGLM, contexts=("seq_length", "max_sequence_length"),
         prepare=chatglm_heads,
     ),
-    "baichuan": Dense(context=4096, contexts=("model_max_length",), prepare=all_heads),
-    "internlm": Dense(context=2048, prepare=all_heads),
+    "baichuan": Dense(own_code=True, context=4096, contexts=("model_max_length",), prepare=all_heads),
+    "internlm": Dense(own_code=True, context=2048, prepare=all_heads),
 }  # fmt: skip
 
 GPT = readers_of(GPT_FAMILIES)

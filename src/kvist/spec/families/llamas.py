@@ -5,7 +5,7 @@ transformers does not have, the code that is published with the models.
 """
 
 from kvist.spec.families.dense import Dense, readers_of
-from kvist.spec.families.own_keys import attention_everywhere, jetmoe_heads
+from kvist.spec.families.own_keys import all_heads_unless_printed, attention_everywhere, jetmoe_heads
 
 _GROUPS = {"num_key_value_heads": ("num_attention_groups",)}
 _NUM_LAYERS = {"num_hidden_layers": ("num_layers",)}
@@ -64,23 +64,23 @@ LLAMA_FAMILIES = {
     "solar_open": Dense(context=131072, kv_heads=8, head_dim=128),
     "stablelm": Dense(context=4096, layers=32, heads=32, hidden=2560, kv_heads=32),
     # Published with code of their own.
-    "Yi": Dense(context=4096),
-    "aquila": Dense(context=2048),
-    "bailing_moe": Dense(context=16384),
-    "bailing_moe_v2": Dense(context=16384),
-    "deepseek": Dense(context=2048),
-    "ernie4_5_moe_vl": Dense(context=131072),
-    "grok-1": Dense(context=None),
-    "internlm2": Dense(context=2048),
-    "internlmxcomposer2": Dense(context=2048),
-    "minicpm": Dense(context=2048),
-    "molmo": Dense(context=2048),
-    "orion": Dense(context=4096),
-    "phi3small": Dense(context=8192, kv_heads=8),
-    "skywork": Dense(context=2048),
-    "stablelm_epoch": Dense(context=4096),
-    "step3_text": Dense(context=65536, names=_GROUPS, contexts=("max_seq_len", "max_position_embedding")),
-    "xverse": Dense(context=2048),
+    "Yi": Dense(own_code=True),
+    "aquila": Dense(own_code=True),
+    "bailing_moe": Dense(own_code=True),
+    "bailing_moe_v2": Dense(own_code=True),
+    "deepseek": Dense(own_code=True),
+    "ernie4_5_moe_vl": Dense(own_code=True),
+    "grok-1": Dense(own_code=True),
+    "internlm2": Dense(own_code=True),
+    "internlmxcomposer2": Dense(own_code=True),
+    "minicpm": Dense(own_code=True),
+    "molmo": Dense(own_code=True),
+    "orion": Dense(own_code=True),
+    "phi3small": Dense(own_code=True, kv_heads=8),
+    "skywork": Dense(own_code=True),
+    "stablelm_epoch": Dense(own_code=True),
+    "step3_text": Dense(own_code=True, names=_GROUPS, contexts=("max_seq_len", "max_position_embedding")),
+    "xverse": Dense(own_code=True, prepare=all_heads_unless_printed),
 }
 
 LLAMAS = readers_of(LLAMA_FAMILIES)

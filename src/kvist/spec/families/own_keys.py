@@ -14,6 +14,12 @@ def all_heads(keys: ConfigKeys) -> None:
     _store(keys, keys.get("num_attention_heads"))
 
 
+def all_heads_unless_printed(keys: ConfigKeys) -> None:
+    """XVERSE: the first models have a key and a value for every query head and print no number of them."""
+    if keys.get(_KV) is None:
+        all_heads(keys)
+
+
 def _store(keys: ConfigKeys, heads: int | None) -> None:
     """Settle the number, which a file may repeat and the user override."""
     printed = keys.get(_KV)
@@ -100,6 +106,12 @@ def jetmoe_heads(keys: ConfigKeys) -> None:
     stored = keys.count(_KV, default=16, source=source)
     experts = keys.count("num_experts_per_tok", default=2, source=source)
     keys.settle("num_attention_heads", stored * experts)
+
+
+def phi_heads(keys: ConfigKeys) -> None:
+    """Phi 1 and 2 as first published: ``n_head_kv``, or all heads where that is null."""
+    grouped = keys.get("n_head_kv")
+    _store(keys, keys.get("num_attention_heads") if grouped is None else grouped)
 
 
 def olmo_heads(keys: ConfigKeys) -> None:

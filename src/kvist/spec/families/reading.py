@@ -55,7 +55,7 @@ class Size:
 
 def class_default(keys: ConfigKeys) -> str:
     """Return the source of a default, as it is listed."""
-    return f"default of {keys.family} in transformers"
+    return f"default of {keys.family} {keys.origin}"
 
 
 def count_of_layers(keys: ConfigKeys, size: Size | None = None) -> int:

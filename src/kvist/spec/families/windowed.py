@@ -27,9 +27,9 @@ WINDOWED_FAMILIES = {
     "voxtral_realtime_text": Dense(
         context=131072, layers=32, heads=32, hidden=4096, kv_heads=8, rule=everywhere(4096), window=4096
     ),
-    "phi3_v": Dense(context=4096, rule=everywhere(), prepare=phi3_layers),
-    "phi4mm": Dense(context=4096, rule=everywhere(), prepare=phi3_layers),
-    "arctic": Dense(context=4096, rule=everywhere()),
+    "phi3_v": Dense(own_code=True, rule=everywhere(), prepare=phi3_layers),
+    "phi4mm": Dense(own_code=True, rule=everywhere(), prepare=phi3_layers),
+    "arctic": Dense(own_code=True, rule=everywhere()),
     # Windows that are switched on.
     "qwen2_moe": Dense(context=32768, kv_heads=16, rule=windows.switched_alternating, window=4096),
     "qwen3_moe": Dense(context=32768, kv_heads=4, rule=windows.switched_for_all, window=4096),
@@ -43,10 +43,10 @@ WINDOWED_FAMILIES = {
         context=32768, layers=28, heads=28, hidden=3584, kv_heads=4, rule=windows.switched, window=32768
     ),
     "qwen3_omni_moe_text": Dense(context=32768, layers=28, heads=28, hidden=2048, kv_heads=4, rule=everywhere()),
-    "mimo": Dense(context=32768, kv_heads=32, rule=windows.switched, window=4096),
-    "dots_ocr": Dense(context=32768, kv_heads=32, rule=windows.switched, window=4096),
-    "minicpmo": Dense(context=32768, rule=windows.switched, window=4096),
-    "minicpmv": Dense(context=32768, rule=windows.switched, window=4096),
+    "mimo": Dense(own_code=True, kv_heads=32, rule=windows.switched, window=4096),
+    "dots_ocr": Dense(own_code=True, kv_heads=32, rule=windows.switched, window=4096),
+    "minicpmo": Dense(own_code=True, rule=windows.switched, window=4096),
+    "minicpmv": Dense(own_code=True, rule=windows.switched, window=4096),
     "smollm3": Dense(context=32768, kv_heads=4, rule=windows.without_rope),
     "dots1": Dense(context=2048, kv_heads=32, rule=windows.dots, window=4096),
     # Windows between full layers.
