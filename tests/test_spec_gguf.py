@@ -196,7 +196,7 @@ def test_gemma3_pattern_in_the_file_is_honoured(tmp_path: Path, pattern: object,
 @pytest.mark.parametrize(
     ("architecture", "keys", "error", "says"),
     [
-        ("lama", LLAMA, UnsupportedModel, "general.architecture is 'lama'; supported are llama"),
+        ("lama", LLAMA, UnsupportedModel, "'lama', which is not among the .* that are read .nearest: llama"),
         ("bert", LLAMA, UnsupportedModel, "general.architecture is 'bert': an encoder keeps no cache"),
         ("llama", LLAMA | {"attention.sliding_window": 64}, UnsupportedModel, "llama.attention.sliding_window is 64"),
         ("llama", LLAMA | {"ssm.state_size": 16}, UnsupportedModel, "llama.ssm.state_size is 16; it is not read"),

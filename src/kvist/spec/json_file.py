@@ -11,8 +11,9 @@ MAX_CONFIG = 2**22
 # The index of a model of 200,000 tensors takes 20 MiB.
 MAX_INDEX = 3 * 2**24
 
-# What a value, however short, costs once it is an object: with this many, 120 MiB and half a second at most.
-_MAX_VALUES = 2**19
+# What a value, however short, costs once it is an object: with as many as an index may have, 120 MiB and half a second.
+_MAX_VALUES = 3 * 2**18
+_MAX_CONFIG_VALUES = 2**17
 
 
 def read_object(path: Path, *, most: int = MAX_CONFIG) -> dict[str, Any]:
@@ -46,8 +47,9 @@ def parse_object(data: bytes, *, name: str, most: int = MAX_CONFIG) -> dict[str,
     if len(data) > most or weight > 2 * MAX_INDEX:
         raise BadFile(f"{name}: larger than {most // 2**20} MiB; a small JSON file was expected")
     values = sum(map(data.count, b"[{,:"))
-    if values > 2 * _MAX_VALUES:
-        raise BadFile(f"{name}: holds about {values:,} values; a small JSON file has at most {2 * _MAX_VALUES:,}")
+    limit = _MAX_VALUES if most > MAX_CONFIG else _MAX_CONFIG_VALUES
+    if values > limit:
+        raise BadFile(f"{name}: holds about {values:,} values; a small JSON file has at most {limit:,}")
     try:
         content = json.loads(data, object_pairs_hook=lambda pairs: _unique(pairs, name))
     except (ValueError, RecursionError) as error:

@@ -28,6 +28,7 @@ DTYPE_BITS = {
 }  # fmt: skip
 
 MAX_HEADER = 2**24
+_MOST_DIMENSIONS = 32
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -203,14 +204,16 @@ def header_length(prefix: bytes, available: int, *, name: str) -> int:
 
 
 def _tensor(name: str, key: str, entry: Any) -> tuple[SafeTensor, int]:
-    match entry:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]}:
-            pass
-        case _:
-            raise BadFile(f"{name}: tensor {shown(key, 80)} lacks dtype, shape or data_offsets")
+    """Read one entry. A model may have 200,000 of them, so that the usual case takes few steps."""
+    try:
+        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        dtype = shape = start = end = None
+    if type(dtype) is not str or type(shape) is not list or type(start) is not int or type(end) is not int:
+        raise BadFile(f"{name}: tensor {shown(key, 80)} lacks dtype, shape or data_offsets")
     if dtype not in DTYPE_BITS:
         raise BadFile(f"{name}: tensor {shown(key, 80)} is of type {shown(dtype)}; known are {', '.join(DTYPE_BITS)}")
-    if not all(type(side) is int and 0 <= side < 2**60 for side in shape) or len(shape) > 32:
+    if len(shape) > _MOST_DIMENSIONS or not all(type(side) is int and 0 <= side < 2**60 for side in shape):
         raise BadFile(f"{name}: tensor {shown(key, 80)} has shape {shown(shape, 60)}; whole numbers were expected")
     bits = prod(shape) * DTYPE_BITS[dtype]
     if bits % 8 or not 0 <= start <= end or (end - start) * 8 != bits:

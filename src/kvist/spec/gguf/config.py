@@ -100,10 +100,7 @@ def config_of(header: GGUFHeader) -> NamedConfig:
             f"{header.name}: general.architecture is {name!r}: {REFUSED[name]}", key="general.architecture"
         )
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise UnsupportedModel(
-            f"{header.name}: general.architecture is {shown(name)}; supported are {', '.join(ARCHITECTURES)}",
-            key="general.architecture",
-        )
+        raise _unknown(header, name)
     m = Metadata(header, name)
     if m.get("attention.causal") is False:
         raise m.unread("attention.causal", "is false; an encoder keeps no cache")
@@ -114,6 +111,18 @@ def config_of(header: GGUFHeader) -> NamedConfig:
         config |= step(m)
     _refuse_unread(m)
     return NamedConfig(config=config, assumed=tuple(m.assumed), names=m.names, extra=m.drafting)
+
+
+def _unknown(header: GGUFHeader, name: object) -> UnsupportedModel:
+    from difflib import get_close_matches
+
+    near = get_close_matches(str(name)[:60], ARCHITECTURES, n=3)
+    nearest = f" (nearest: {', '.join(near)})" if near else ""
+    return UnsupportedModel(
+        f"{header.name}: general.architecture is {shown(name)}, which is not among the {len(ARCHITECTURES)} that are "
+        f"read{nearest}",
+        key="general.architecture",
+    )
 
 
 def _refuse_unread(m: Metadata) -> None:

@@ -49,12 +49,12 @@ class Metadata:
     @property
     def blocks(self) -> int:
         """Blocks of the file: the layers, and those behind them that draft tokens."""
-        return self.count("block_count", most=_MOST_LAYERS)
+        return self._single("block_count", least=1, most=_MOST_LAYERS)
 
     @property
     def drafting(self) -> int:
         """Blocks that draft tokens ahead, the last of all."""
-        drafting = self.count("nextn_predict_layers", default=0, least=0)
+        drafting = self._single("nextn_predict_layers", default=0, least=0, most=_MOST_LAYERS)
         # Files of DeepSeek-V4 give the number and may leave the blocks out; llama.cpp looks at the tensors too.
         probe = f"blk.{self.blocks - drafting}.nextn.eh_proj.weight"
         if self.architecture == "deepseek4" and self.tensors and probe not in self.tensors:
@@ -67,6 +67,13 @@ class Metadata:
     def layers(self) -> int:
         """Layers that a token goes through."""
         return self.blocks - self.drafting
+
+    def _single(self, key: str, *, least: int, most: int, default: int | None = None) -> int:
+        """Return a number on which the number of layers, and so the length of arrays, depends."""
+        value = self.get(key)
+        if value is None and default is None:
+            raise self.missing(key)
+        return self._whole(key, default if value is None else value, least, most)
 
     def count(self, key: str, *, default: int | None = None, least: int = 1, most: int = _MOST) -> int:
         """Return one whole number.

@@ -182,6 +182,8 @@ class _Walk:
         text = self.text(what)
         if not text:
             raise BadFile(f"{self.name}: {what} at byte {self.at} is empty")
+        if not text.isprintable():
+            raise BadFile(f"{self.name}: {what} before byte {self.at} is {shown(text)}, which is no name")
         return text
 
     def string(self, key: str) -> str | GGUFArray:
