@@ -134,7 +134,10 @@ def resolve(
         assumed.append(("max_num_batched_tokens", f"{batched}, of a device of less than 70 GiB; larger ones take more"))
     max_seqs = said.get("max_num_seqs", max_seqs)
     dtype = said.get("dtype") or _dtype(fmt)
-    cache_dtype = said.get("kv_cache_dtype") or _cache_dtype(spec, fmt)
+    cache_dtype = said.get("kv_cache_dtype") or _cache_dtype(fmt)
+    if cache_dtype == "auto" and (declared := _declared_cache_dtype(spec)) != "auto":
+        cache_dtype = declared
+        assumed.append(("kv_cache_dtype", f"{declared}, which the checkpoint declares; set bfloat16 for the other"))
     memory = said.get("kv_cache_memory_bytes")
     if "cpu_kvcache_space" in said:
         memory = said["cpu_kvcache_space"] * GIB
@@ -214,7 +217,7 @@ def _dtype(fmt: CacheFormat) -> str:
     return {"f32": "float32", "f16": "float16"}.get(fmt.key, "bfloat16")
 
 
-def _cache_dtype(spec: ModelSpec, fmt: CacheFormat) -> str:
+def _cache_dtype(fmt: CacheFormat) -> str:
     known = {"f32": "auto", "bf16": "auto", "f16": "auto", "fp8": "fp8"}
     if fmt.key != fmt.value or fmt.key not in known:
         raise InputError(
@@ -222,10 +225,10 @@ def _cache_dtype(spec: ModelSpec, fmt: CacheFormat) -> str:
             f"or name one of its own types with --set kv_cache_dtype=…",
             key="format",
         )
-    return known[fmt.key] if known[fmt.key] != "auto" else _published_cache_dtype(spec)
+    return known[fmt.key]
 
 
-def _published_cache_dtype(spec: ModelSpec) -> str:
+def _declared_cache_dtype(spec: ModelSpec) -> str:
     """What ``auto`` becomes: some quantised checkpoints say (``resolve_kv_cache_dtype_string``, ``attention.py``)."""
     quantized = spec.config.get("quantization_config")
     if not isinstance(quantized, Mapping):
