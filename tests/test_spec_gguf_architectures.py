@@ -399,3 +399,20 @@ def test_tensors_of_every_kind_of_layer_are_held_against_the_metadata(
         given(tensors | wrong)
     with pytest.raises(BadFile, match=rf"{architecture}.block_count is 8, but the tensors hold weights of 7 layers"):
         given(tensors, N - 1)
+
+
+def test_assumptions_name_the_keys_of_the_file() -> None:
+    def assumed(architecture: str, keys: dict[str, Any]) -> dict[str, str]:
+        data = metadata_header(architecture, keys, blocks(attn_k=[128, 512], attn_v=[128, 512]))
+        reading = read_header_config(read_gguf(data, name="file"), {})
+        return {entry.key: entry.source for entry in reading.assumed}
+
+    windows = assumed("gpt-oss", BASE | WINDOW)
+    assert windows["layer_types"].startswith("gpt-oss.attention.sliding_window_pattern is left out; llama.cpp's rule")
+    theta = assumed("qwen3", BASE)["rope_theta"]
+    assert theta == "qwen3.rope.freq_base is left out; the default of llama.cpp"
+    kept = read_header_config(
+        read_gguf(metadata_header("qwen3", BASE, blocks(attn_k=[128, 512], attn_v=[128, 512])), name="file"),
+        {"num_key_value_heads": 8},
+    )
+    assert next((entry.key, entry.source) for entry in kept.assumed) == ("num_key_value_heads", "--assume")

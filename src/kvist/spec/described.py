@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from kvist.spec.gguf import GGUFHeader
     from kvist.spec.safetensors import SafetensorsWeights
 
+# The source of a value that the user gave.
+OVERRIDE = "--assume"
+
 
 def describe_config(
     config: Mapping[str, Any],
@@ -77,7 +80,7 @@ def checked(
     config: Mapping[str, Any], assume: Mapping[str, Any], *, file: str, assumed: tuple[Assumption, ...] = ()
 ) -> Reading:
     """Read a configuration; what ``assume`` gives, and what was ``assumed`` before, is listed first."""
-    given = tuple(Assumption(key=key, value=value, source="--assume") for key, value in assume.items())
+    given = tuple(Assumption(key=key, value=value, source=OVERRIDE) for key, value in assume.items())
     reading = read_config(config, name=file, overrides=assume)
     filled_before = tuple(entry for entry in assumed if entry.key not in assume)
     return Reading(

@@ -263,6 +263,8 @@ def mimo2(m: Metadata) -> dict[str, Any]:
         "hybrid_layer_pattern": [int(kind == SLIDING) for kind in kinds],
         "head_dim": key,
         "v_head_dim": value,
+        "swa_head_dim": key,
+        "swa_v_head_dim": value,
     }
     sides = {"num_key_value_heads": FULL, "swa_num_key_value_heads": SLIDING}
     counts = {name: _same(m, stored, kinds, kind) for name, kind in sides.items() if kind in kinds}

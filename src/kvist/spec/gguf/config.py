@@ -6,12 +6,12 @@ architectures, and the file of each for what it reads.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvist.errors import BadFile, InputError, KvistError, UnsupportedModel
 from kvist.spec.agreement import GGUF, Claim
-from kvist.spec.described import checked
+from kvist.spec.described import OVERRIDE, checked
 from kvist.spec.families import Reading
 from kvist.spec.gguf.architectures import ARCHITECTURES, REFUSED
 from kvist.spec.gguf.header import GGUFArray, GGUFHeader
@@ -67,6 +67,7 @@ def read_header_config(header: GGUFHeader, assume: Mapping[str, Any]) -> Reading
         reading = checked(named.config, assume, file=header.name, assumed=named.assumed)
     except (BadFile, UnsupportedModel) as error:
         raise _in_terms_of_the_file(error, named) from error
+    reading = replace(reading, assumed=tuple(_said_of_the_file(entry, named) for entry in reading.assumed))
     if not assume:
         claim = Claim(
             file=header.name,
@@ -77,6 +78,15 @@ def read_header_config(header: GGUFHeader, assume: Mapping[str, Any]) -> Reading
         )
         claim.hold({tensor.name: tensor.shape for tensor in header.tensors}, GGUF)
     return reading
+
+
+def _said_of_the_file(entry: Assumption, named: NamedConfig) -> Assumption:
+    """An assumption of a family's reader, with the key that a GGUF file would have; overrides stay as they are."""
+    if entry in named.assumed or entry.source == OVERRIDE:
+        return entry
+    own = named.names.get(entry.key)
+    where = f"{own} is left out" if own else "GGUF has no key for it"
+    return replace(entry, source=f"{where}; {entry.source}")
 
 
 def _in_terms_of_the_file(error: InputError, named: NamedConfig) -> KvistError:

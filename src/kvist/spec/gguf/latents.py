@@ -64,7 +64,7 @@ def scheduled(m: Metadata) -> dict[str, Any]:
     Files of GLM-5 and 5.1, whose layers all have one, do not say so; those of 5.2, with a context of a million, must,
     for the list that llama.cpp has built in belongs to one model.
     """
-    config = indexed(m)
+    config = indexed(m) | {"index_topk_freq": 1}
     key = m.named("indexer_types", "attention.indexer.types")
     if m.get(key) is None:
         if m.count("context_length") >= 2**20:
