@@ -14,6 +14,7 @@ from gguf_files import write_gguf
 from kvist import cli
 from kvist.cli import main, parse
 from kvist.cli_values import in_options
+from kvist.commands import listings
 from kvist.errors import InputError
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -66,8 +67,21 @@ def test_rows_of_formats_and_models(capsys: pytest.CaptureFixture[str]) -> None:
         ("plan smollm2-135m --users -3", 2, "--users"),
         ("plan smollm2-135m --key int3", 2, "--key: 'int3' is not a codec; choose one of f32"),
         ("plan smollm2-135m --memory 1GiB --cache-memory 1GiB", 2, "not allowed with argument --memory"),
-        ("plan smollm2-135m --gpu H100", 2, "plan: unknown argument '--gpu'"),
-        ("plan smollm2-135m --engine vllm", 2, "invalid choice: 'vllm'"),
+        ("plan smollm2-135m --gpu H1000", 2, "--gpu: no device 'H1000'; nearest are H100 SXM5 80GB"),
+        ("plan smollm2-135m --gpu H100 --cache-memory 1GiB", 2, "--gpu and --cache-memory are both given"),
+        ("plan smollm2-135m --gpu H100x3 --tp 2", 2, "--gpu: 3 devices are no multiple of 2 ranks x 1 stages"),
+        ("plan smollm2-135m --gpu L4 --tp 2", 2, "--tp: 2 ranks cannot share the 9 query heads of smollm2-135m"),
+        ("plan smollm2-135m --gpu L4 --pp 99", 2, "--pp: 99 stages for 30 layers"),
+        ("plan smollm2-135m --tp 2", 2, "--tp: 2 needs a memory to count in; add --gpu, --memory or --cache-memory"),
+        ("plan smollm2-135m --weights int3", 2, "--weights: 'int3' is not a codec for weights; choose one of f32"),
+        ("plan smollm2-135m --gpu L4 --lengths ./none.csv", 2, "--lengths: ./none.csv: no such file"),
+        ("plan smollm2-135m --lengths ./none.csv", 2, "--lengths: ./none.csv needs a memory to count in"),
+        ("plan smollm2-135m --gpu L4 --shared-prefix 8k", 2, "--shared-prefix: 8192 tokens of sequences of 8192"),
+        ("plan smollm2-135m --gpu L4 --users 999999", 3, "999999 users x 8192 tokens need"),
+        ("plan smollm2-135m --gpu L4 --overhead 24GiB", 3, "leaves no cache"),
+        ("plan smollm2-135m --engine tgi", 2, "--engine: 'tgi' is not accounted for; choose one of kvist, vllm"),
+        ("plan smollm2-135m --set block_size=32", 2, "block_size is a setting of no engine; name it with --engine"),
+        ("gpus h1000", 2, "gpus: no device has 'h1000'; `kvist gpus` alone lists all"),
         ("plan smollm2-135m --assume kv", 2, "--assume: 'kv' is not KEY=VALUE"),
         ("plan smollm2-135m --assume kv=1", 2, "--assume: 'kv' is no key that is read"),
         ("plan smollm2-135m --cache-memory 1GiB --users 99", 3, "99 users x 8192 tokens need"),
@@ -96,10 +110,9 @@ def test_rows_of_formats_and_models(capsys: pytest.CaptureFixture[str]) -> None:
         ("plan smollm2-135m --cache-memory -1GiB", 2, "--cache-memory: '-1GiB' is negative; a size is 0 or more"),
         ("plan smollm2-135m --cache-memory 9999PiB", 2, "--cache-memory: '9999PiB' is too large"),
         ("plan smollm2-135m --cache-memory 1GiB --context 9k", 2, "--context: 9216 tokens; smollm2-135m allows 1 to"),
-        ("plan smollm2-135m --context 4k", 2, "--context: 4096 needs a memory to count in; add --memory or --cache-m"),
+        ("plan smollm2-135m --context 4k", 2, "--context: 4096 needs a memory to count in; add --gpu, --memory or --c"),
         ("plan smollm2-135m --block 16", 2, "--block: 16 needs a memory"),
-        ("plan smollm2-135m --users 3", 2, "--users: 3 needs a memory to count in; add --memory or --cache-memory"),
-        ("plan smollm2-135m --engine kvist", 2, "--engine: kvist needs a memory to count in; add --memory or"),
+        ("plan smollm2-135m --engine kvist", 2, "--engine: kvist needs a memory to count in; add --gpu, --memory or"),
         ("plan smollm2-135m --tokens 0", 2, "--tokens: '0' is out of range; 1 or more"),
         ("plan smollm2-135m --tokens 2000000M", 2, "--tokens: '2000000M' is too large"),
         ("plan llama-3-8b", 2, "no model 'llama-3-8b': neither a file or directory here nor a known name; known are"),
@@ -230,7 +243,7 @@ def test_what_goes_wrong_inside_is_one_line_too(
     error: BaseException, code: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("KVIST_DEBUG", raising=False)
-    monkeypatch.setattr(cli, "run_formats", raising(error))
+    monkeypatch.setattr(listings, "run_formats", raising(error))
     assert main(["formats"]) == code
     err = capsys.readouterr().err
     assert err.startswith(says)

@@ -92,8 +92,9 @@ def test_windows_let_more_users_in() -> None:
 def test_memory_pays_for_the_weights_first() -> None:
     capacity = kvist.plan("smollm2-135m", memory="1GiB").to_dict()["capacity"]
     assert capacity["weights_bytes"] == 96_576_768
-    assert capacity["cache_bytes"] == 2**30 - 96_576_768
-    with pytest.raises(DoesNotFit, match=r"the weights of smollm2-135m take 92\.1 MiB; 90 MiB leaves no cache"):
+    assert 0 < capacity["overhead_bytes"] < 2**26
+    assert capacity["cache_bytes"] == 2**30 - 96_576_768 - capacity["overhead_bytes"]
+    with pytest.raises(DoesNotFit, match=r"the weights of smollm2-135m take 92\.1 MiB and overhead 26\.62 MiB; 90 MiB leaves"):
         kvist.plan("smollm2-135m", memory="90MiB")
     with pytest.raises(InputError, match="the weights of toy are not known from test"):
         kvist.plan(model(None), memory="1GiB")
@@ -123,9 +124,8 @@ def test_default_lengths_are_those_that_the_model_allows() -> None:
         ({"memory": 1, "cache_memory": 1}, "both given"),
         ({"memory": "1XB"}, "memory: '1XB' is not a size"),
         ({"tokens": ["x"]}, "tokens: 'x'"),
-        ({"users": 3}, "users: 3 needs a memory"),
         ({"engine": "kvist"}, "engine: kvist needs a memory"),
-        ({"engine": "vllm", "cache_memory": 1}, "engine: 'vllm' is not accounted for; choose one of kvist"),
+        ({"engine": "tgi", "cache_memory": 1}, "engine: 'tgi' is not accounted for; choose one of kvist, vllm"),
         ({"users": 0, "cache_memory": "1GiB"}, "users: 0; a whole number from 1 to"),
         ({"context": 8193, "cache_memory": "1GiB"}, "context: 8193 tokens; smollm2-135m allows 1 to 8192"),
         ({"context": 0, "cache_memory": "1GiB"}, "context: 0"),
@@ -134,7 +134,7 @@ def test_default_lengths_are_those_that_the_model_allows() -> None:
         ({"users": 2.5, "cache_memory": "1GiB"}, r"users: 2\.5; a whole number from 1 to"),
         ({"users": 10**30, "cache_memory": "1GiB"}, "users: 1000000000000000000000000000000; a whole number"),
         ({"cache_memory": 2**60 + 1}, "cache_memory: 1152921504606846977 is too large"),
-        ({"context": 99}, "context: 99 needs a memory to count in; add `memory` or `cache_memory`; a length is priced"),
+        ({"context": 99}, "context: 99 needs a memory to count in; add `gpu`, `memory` or `cache_memory`, or `users`"),
         ({"block_tokens": 16}, "block_tokens: 16 needs a memory"),
         ({"chunk": 16}, "chunk: 16 needs a memory"),
         ({"tokens": [0]}, "tokens: 0; a sequence has at least 1"),

@@ -14,7 +14,7 @@ from kvist.errors import InputError
 Reader = Callable[[str], Any]
 
 # Parameters in Python whose options are called otherwise.
-_OPTION_OF = {"block_tokens": "block"}
+_OPTION_OF = {"block_tokens": "block", "settings": "set"}
 _NEGATIVE = re.compile(r"-\.?[0-9].*", re.DOTALL)
 
 
@@ -44,6 +44,24 @@ def codec(text: str) -> str:
     from kvist.spec.formats import codec_named
 
     return codec_named(text).name
+
+
+@_typed
+def weight_codec(text: str) -> str:
+    """The name of a codec for weights."""
+    from kvist.spec.parameters.storage import weight_codec_named
+
+    return weight_codec_named(text).name
+
+
+@_typed
+def engine(text: str) -> str:
+    """The name of an engine that plans account for."""
+    from kvist.planning.engines import ENGINES
+
+    if text not in ("kvist", *ENGINES):
+        raise InputError(f"value: {text!r} is not accounted for; choose one of {', '.join(('kvist', *ENGINES))}")
+    return text
 
 
 @_typed

@@ -138,6 +138,25 @@ class Accelerator:
         }
 
 
+def accelerators_with(words: Sequence[str]) -> tuple[Accelerator, ...]:
+    """Devices whose name, vendor or class has every one of these words, whatever their case.
+
+    Raises:
+        InputError: none has.
+    """
+    wanted = [word.casefold() for word in words]
+    found = tuple(
+        each
+        for each in accelerators()
+        if all(word in " ".join((each.vendor, each.name, *each.also, each.kind)).casefold() for word in wanted)
+    )
+    if not found:
+        raise InputError(
+            f"gpus: no device has {' '.join(map(_short, words))}; `kvist gpus` alone lists all", key="words"
+        )
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gpus:
     """What ``H100x8`` names: a device and how many; ``count`` is None where none is said.

@@ -93,6 +93,10 @@ def plan(
         if engine not in ("kvist", *ENGINES):
             known = ", ".join(("kvist", *ENGINES))
             raise InputError(f"engine: {engine!r} is not accounted for; choose one of {known}", key="engine")
+    if settings and engine is None:
+        raise InputError(
+            f"settings: {next(iter(settings))} is a setting of no engine; name it with `engine`", key="settings"
+        )
     counting = {
         "context": context, "lengths": lengths, "shared_prefix": shared_prefix, "block_tokens": block_tokens,
         "chunk": chunk,

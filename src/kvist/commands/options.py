@@ -1,0 +1,42 @@
+"""What several commands have in common: how they are added, options of one meaning, and JSON."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from kvist import cli_values as values
+
+BLOCK = values.tokens(most=2**20)
+
+
+def add_command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], **options: Any
+) -> argparse.ArgumentParser:
+    """Add a command that ``run`` carries out."""
+    command: argparse.ArgumentParser = commands.add_parser(name, **options)
+    command.set_defaults(run=run)
+    return command
+
+
+def add_format(command: argparse.ArgumentParser, *, default: str | None) -> None:
+    """Add ``--key`` and ``--value``."""
+    shown = f" ({default})" if default else ""
+    command.add_argument(
+        "--key", type=values.codec, default=default, metavar="CODEC", help=f"how keys are stored{shown}"
+    )
+    command.add_argument(
+        "--value", type=values.codec, default=default, metavar="CODEC", help=f"how values are stored{shown}"
+    )
+
+
+def add_json(command: argparse.ArgumentParser) -> None:
+    """Add ``--json``."""
+    command.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def print_json(content: dict[str, Any]) -> int:
+    """Print one JSON object; return exit code 0."""
+    import json
+
+    print(json.dumps(content, indent=2))
+    return 0

@@ -1,0 +1,137 @@
+"""``kvist plan``: what a sequence costs, how many fit, and on which devices."""
+
+import argparse
+from typing import Any
+
+from kvist import cli_values as values
+from kvist.commands.options import BLOCK, add_command, add_format, add_json, print_json
+
+
+def add_plan(commands: Any) -> None:
+    """Add ``kvist plan``."""
+    command = add_command(
+        commands,
+        "plan",
+        run_plan,
+        usage="kvist plan MODEL [options]",
+        help="what a sequence costs, how many fit, and on which devices",
+        description="What one sequence of a model costs; with a device or a memory, how many users\n"
+        "fit and how fast they could be at best; with --users alone, which devices would\nhold them.",
+        epilog="example:\n  kvist plan gemma-3-270m --gpu L4 --context 8k --users 300",
+    )
+    command.add_argument("model", metavar="MODEL", help="config.json, model directory, .gguf file or known name")
+    command.add_argument(
+        "--tokens",
+        type=values.tokens(),
+        action="append",
+        metavar="N",
+        help="length to price; repeatable (1k 8k 32k 128k)",
+    )
+    add_format(command, default="bf16")
+    command.add_argument("--block", type=BLOCK, metavar="N", help="tokens of a block (16); with a memory")
+    _add_machine(command)
+    _add_users(command)
+    command.add_argument(
+        "--encoder-tokens",
+        type=values.tokens(),
+        metavar="N",
+        help="length of an encoder's output, where it is open",
+    )
+    command.add_argument(
+        "--engine",
+        type=values.engine,
+        metavar="NAME",
+        help="what kvist, vllm, sglang, llama.cpp or transformers makes of the memory",
+    )
+    command.add_argument(
+        "--set",
+        type=values.assumption,
+        action="append",
+        metavar="KEY=VALUE",
+        help="setting of that engine, by its own name; repeatable",
+    )
+    command.add_argument(
+        "--assume",
+        type=values.assumption,
+        action="append",
+        metavar="KEY=VALUE",
+        help="override a published key; repeatable",
+    )
+    command.add_argument("--explain", action="store_true", help="each number as formula and source")
+    add_json(command)
+
+
+def _add_machine(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--gpu", metavar="NAME[xN]", help="device and how many, such as H100 or H100x8 (kvist gpus)")
+    memory = command.add_mutually_exclusive_group()
+    memory.add_argument(
+        "--memory", type=values.size, metavar="SIZE", help="of each device, for weights, cache and overhead together"
+    )
+    memory.add_argument(
+        "--cache-memory", type=values.size, metavar="SIZE", help="for the cache alone: --memory of generate and serve"
+    )
+    command.add_argument(
+        "--weights", type=values.weight_codec, metavar="CODEC", help="how weights are stored (as the model says)"
+    )
+    command.add_argument("--tp", type=values.whole(1, 1024), metavar="N", help="ranks that share each layer")
+    command.add_argument("--pp", type=values.whole(1, 1024), metavar="N", help="stages that share the layers (1)")
+    command.add_argument(
+        "--overhead", type=values.size, metavar="SIZE", help="of each device, in place of the estimates (--explain)"
+    )
+
+
+def _add_users(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--users", type=values.whole(1, 10**9), metavar="N", help="how many must fit; exit code 3 where they do not"
+    )
+    command.add_argument(
+        "--context",
+        type=values.tokens(),
+        metavar="N",
+        help="tokens of each user's sequence (8k); with --lengths the longest that is taken",
+    )
+    command.add_argument(
+        "--lengths", metavar="FILE", help="lengths one a line, CSV, JSON lines or a request trace, gzip or not"
+    )
+    command.add_argument(
+        "--shared-prefix", type=values.tokens(), metavar="N", help="tokens that every prompt begins with"
+    )
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """``kvist plan``."""
+    from kvist.planning.planner import plan
+    from kvist.spec.formats import CacheFormat
+    from kvist.spec.model import ModelSpec
+
+    answer = plan(
+        ModelSpec.read(args.model, assume=dict(args.assume or ())),
+        format=CacheFormat(key=args.key, value=args.value),
+        tokens=args.tokens,
+        gpu=args.gpu,
+        memory=args.memory,
+        cache_memory=args.cache_memory,
+        weights=args.weights,
+        tp=args.tp,
+        pp=args.pp,
+        overhead=args.overhead,
+        context=args.context,
+        users=args.users,
+        lengths=args.lengths,
+        shared_prefix=args.shared_prefix,
+        block_tokens=args.block,
+        engine=args.engine,
+        settings=None if args.set is None else dict(args.set),
+        encoder_tokens=args.encoder_tokens,
+    )
+    if not args.json:
+        from kvist.report.plan_tables import print_plan
+
+        print_plan(answer, explained=args.explain)
+        return 0
+    content = answer.to_dict()
+    if args.explain:
+        from kvist.planning.explain import explain
+
+        content["explain"] = [row.to_dict() for row in explain(answer)]
+    return print_json(content)
