@@ -182,6 +182,9 @@ CASES: dict[str, Case] = {
     "kolibri1": Case(config=shape(6, 48, 4, 128, 2560, **LOCAL, **WINDOWED)),
     "modernbert-decoder": Case(config=shape(4, 12, None, None, 768, local_attention=2 * WINDOW)),
     "muse_glimmer_text": Case(config=shape(5, 32, 2, 128, 6656, **WINDOWED)),
+    "muse_spark_text": Case(
+        config=shape(5, 128, 16, 64, 8192, **EXPERTS, **WINDOWED, moe_hidden_size=64, mlp_layer_types=["dense"] * 5)
+    ),
     "olmo3": Case(config=shape(5, 40, 8, None, 5120, **WINDOWED)),
     "vaultgemma": Case(config=shape(3, 4, 1, 256, 1152, **WINDOWED)),
     "laguna": Case(

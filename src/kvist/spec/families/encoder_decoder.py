@@ -125,6 +125,7 @@ _TARGETS = ("max_target_positions",)
 _BARTS = {
     "bart": Bart(context=1024, size=Size(layers=12, heads=16, hidden=1024)),
     "mbart": Bart(context=1024, size=Size(layers=12, heads=16, hidden=1024)),
+    "florence2_language": Bart(context=1024),
     "mvp": Bart(context=1024),
     "plbart": Bart(context=1024),
     "blenderbot": Bart(context=128),

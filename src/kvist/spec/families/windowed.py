@@ -73,6 +73,10 @@ WINDOWED_FAMILIES = {
         context=131072, layers=52, heads=32, hidden=6656, kv_heads=2, head_dim=128, rule=full_from_the_end(4),
         window=2048,
     ),
+    "muse_spark_text": Dense(
+        context=1048576, layers=62, heads=128, hidden=8192, kv_heads=16, head_dim=64, rule=full_from_the_end(4),
+        window=2048,
+    ),
     "modernbert-decoder": Dense(
         context=8192, rule=full_first(3, key="global_attn_every_n_layers"), window=64, prepare=modernbert_window
     ),
