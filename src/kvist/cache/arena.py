@@ -11,78 +11,14 @@ A block is *held* while sequences refer to it, *cached* while only the prefix tr
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvist.cache.groups import Group
-from kvist.errors import DoesNotFit
-from kvist.units import format_size
+from kvist.cache.layout import ArenaLayout
 
 # Indexing with 64-bit ids is three times as fast as with 32-bit ones, which NumPy widens first.
 Ids = npt.NDArray[np.int64]
-
-_MAX_LARGEST_BLOCKS_PER_SLAB = 16
-_ACCEPTED_TAIL = 0.01
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArenaLayout:
-    """How the arena's bytes are cut.
-
-    Attributes:
-        total_bytes: ``num_slabs x slab_bytes``; what the engine allocates.
-        slab_bytes: bytes of a slab, a multiple of the largest block.
-        num_slabs: slabs in the arena.
-        block_bytes: bytes of a block, a group.
-        blocks_per_slab: blocks in a slab, a group.
-    """
-
-    total_bytes: int
-    slab_bytes: int
-    num_slabs: int
-    block_bytes: tuple[int, ...]
-    blocks_per_slab: tuple[int, ...]
-
-    @classmethod
-    def of(cls, groups: Sequence[Group], memory_bytes: int) -> "ArenaLayout":
-        """Cut ``memory_bytes`` for these groups.
-
-        A slab is the smallest multiple of the largest block whose tails waste at most 1 % in every group, or the
-        least wasteful of the first 16 multiples: small slabs move between groups easily.
-
-        Raises:
-            DoesNotFit: there is not one slab for each group.
-        """
-        sizes = tuple(group.block_bytes for group in groups)
-        largest = max(sizes)
-        affordable = max(1, min(_MAX_LARGEST_BLOCKS_PER_SLAB, memory_bytes // (len(sizes) * largest)))
-        slab = min(
-            (count * largest for count in range(1, affordable + 1)),
-            key=lambda slab: (max(_ACCEPTED_TAIL, *(slab % size / slab for size in sizes)), slab),
-        )
-        num_slabs = memory_bytes // slab
-        if num_slabs < len(sizes):
-            raise DoesNotFit(
-                f"memory: {format_size(memory_bytes)} holds {num_slabs} slabs of {format_size(slab)}, and each of the "
-                f"{len(sizes)} layer groups needs one: at least {format_size(len(sizes) * slab)}"
-            )
-        return cls(
-            total_bytes=num_slabs * slab,
-            slab_bytes=slab,
-            num_slabs=num_slabs,
-            block_bytes=sizes,
-            blocks_per_slab=tuple(slab // size for size in sizes),
-        )
-
-    def total_blocks(self, group: int) -> int:
-        """Number of block ids that a group could ever use."""
-        return self.num_slabs * self.blocks_per_slab[group]
-
-    def slabs_for(self, blocks: Sequence[int]) -> int:
-        """Slabs that hold ``blocks[g]`` blocks of every group."""
-        return sum(-(-count // per) for count, per in zip(blocks, self.blocks_per_slab, strict=True))
 
 
 class Arena:

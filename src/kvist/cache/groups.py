@@ -31,16 +31,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd, lcm
-from typing import Literal
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Literal
 
 from kvist.errors import InputError, UnsupportedModel
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Attention, Compressed, Cross, Latent, Layer, State
 from kvist.spec.model import ModelSpec
 from kvist.units import require_tokens
+
+if TYPE_CHECKING:
+    # Planning counts blocks without NumPy, which takes longer to load than all the rest.
+    import numpy as np
+    import numpy.typing as npt
 
 DEFAULT_BLOCK_TOKENS = 16
 MAX_BLOCK_TOKENS = 1 << 20
@@ -159,7 +161,7 @@ class Group:
         span = self._chunk - 1 + flight
         return min(all_blocks, -(-(block - gcd(self._chunk, block) + span) // block))
 
-    def reusable_blocks(self, present: npt.NDArray[np.bool_]) -> int:
+    def reusable_blocks(self, present: "npt.NDArray[np.bool_]") -> int:
         """Longest prefix, in blocks, after which a sequence can go on with what is ``present``.
 
         A full group needs every block; a window or chunk those that its next query sees; a state or an encoder's
@@ -167,7 +169,7 @@ class Group:
         """
         if self.lifetime in ("state", "cross"):
             return 0
-        missing = np.flatnonzero(~present)
+        (missing,) = (~present).nonzero()
         if not self.gives_back:
             return int(missing[0]) if missing.size else len(present)
         if self.window is None:
@@ -180,7 +182,9 @@ class Group:
             end = gap
         return end
 
-    def _reusable_chunk(self, present: npt.NDArray[np.bool_]) -> int:
+    def _reusable_chunk(self, present: "npt.NDArray[np.bool_]") -> int:
+        import numpy as np
+
         ends = np.arange(len(present) + 1)
         last_gap = np.maximum.accumulate(np.concatenate(([-1], np.where(present, -1, ends[:-1]))))
         needed_from = ends * self.block_tokens // self._chunk * self._chunk // self.block_tokens

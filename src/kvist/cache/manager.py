@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvist.cache.arena import Arena, ArenaLayout, Ids
+from kvist.cache.arena import Arena, Ids
 from kvist.cache.groups import Group
+from kvist.cache.layout import ArenaLayout
 from kvist.cache.prefix import Match, PrefixKey, PrefixTree
 from kvist.cache.reclaim import Node
 from kvist.cache.snapshot import snapshot

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from kvist.cache.arena import ArenaLayout
 from kvist.cache.groups import DEFAULT_BLOCK_TOKENS, groups_of
+from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
 from kvist.engine.answer import Account, Answer, Event, FinishReason

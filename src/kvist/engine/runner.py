@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvist.cache.arena import ArenaLayout
 from kvist.cache.groups import Group
+from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import BlockCopy
 from kvist.errors import DoesNotFit
 from kvist.kernels.attention import AttentionPlan

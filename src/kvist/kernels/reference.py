@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvist.cache.arena import ArenaLayout
 from kvist.cache.groups import Group
+from kvist.cache.layout import ArenaLayout
 from kvist.store.layouts import CODEC_DTYPES
 
 

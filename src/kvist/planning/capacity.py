@@ -6,8 +6,8 @@ The engine and the planner both call :func:`allocated_bytes`; that is why they c
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvist.cache.arena import ArenaLayout
 from kvist.cache.groups import Group
+from kvist.cache.layout import ArenaLayout
 from kvist.errors import DoesNotFit, InputError
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Cross

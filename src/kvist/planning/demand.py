@@ -6,7 +6,7 @@ Both answer the same two questions of the cache on a rank: does it hold so many,
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvist.cache.arena import ArenaLayout
+from kvist.cache.layout import ArenaLayout
 from kvist.errors import DoesNotFit
 from kvist.planning.capacity import Capacity, capacity_of, most_that_fit
 from kvist.planning.deployment import Cutting, Stage

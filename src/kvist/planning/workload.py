@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvist.cache.arena import ArenaLayout
 from kvist.cache.groups import Group
+from kvist.cache.layout import ArenaLayout
 from kvist.errors import InputError
 from kvist.planning.lengths import Lengths, Request
 

@@ -20,8 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvist.cache.arena import ArenaLayout
 from kvist.cache.groups import Group
+from kvist.cache.layout import ArenaLayout
 from kvist.errors import InputError
 from kvist.spec.formats import Codec
 
