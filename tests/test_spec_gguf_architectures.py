@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from gguf_files import metadata_header
+from gguf_files import entry, header, metadata_header
 
 from kvist.errors import BadFile, UnsupportedModel
 from kvist.spec.families import FAMILIES, Reading
@@ -416,3 +416,16 @@ def test_assumptions_name_the_keys_of_the_file() -> None:
         {"num_key_value_heads": 8},
     )
     assert next((entry.key, entry.source) for entry in kept.assumed) == ("num_key_value_heads", "--assume")
+
+
+def test_a_window_that_conversion_drops_is_said() -> None:
+    assert [entry.key for entry in read("starcoder2", BASE).assumed] == ["sliding_window"]
+    kept = read("starcoder2", BASE | WINDOW)
+    assert {layer.window for layer in kept.layers} == {128}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["adapter", "imatrix", "mmproj", 7])
+def test_files_beside_a_model_are_no_model(kind: Any) -> None:
+    entries = [entry("general.type", kind), entry("general.architecture", "llama")]
+    with pytest.raises(UnsupportedModel, match=rf"general.type is {kind!r}; name the file of the model itself"):
+        config_of(read_gguf(header(*entries, keys=2) + bytes(32), name="file"))

@@ -95,7 +95,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "internlm2": _same("internlm2"),
     "minicpm": _same("minicpm"),
     "gemma": _same("gemma"),
-    "starcoder2": _same("starcoder2", a.no_window),
+    "starcoder2": _same("starcoder2", a.window_left_out),
     "xverse": _same("xverse"),
     "command-r": _same("cohere"),
     "dbrx": _own("dbrx", a.dbrx_heads),

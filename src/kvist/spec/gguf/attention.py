@@ -131,6 +131,15 @@ def window_everywhere(m: Metadata) -> dict[str, Any]:
     return {"sliding_window": width or None}
 
 
+def window_left_out(m: Metadata) -> dict[str, Any]:
+    """StarCoder 2: its published configurations have a window, which conversion drops and llama.cpp does not know."""
+    found = window_everywhere(m)
+    if found["sliding_window"] is None:
+        said = f"{m.full('attention.sliding_window')} is left out; llama.cpp sees all, published models 4,096 tokens"
+        m.assume("sliding_window", None, said)
+    return found
+
+
 def no_window(m: Metadata) -> dict[str, Any]:
     """Families whose class asks whether there is a window: llama.cpp knows none for them."""
     return {"sliding_window": None}

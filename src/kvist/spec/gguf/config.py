@@ -104,8 +104,13 @@ def config_of(header: GGUFHeader) -> NamedConfig:
         UnsupportedModel: of another architecture, or with a mechanism that is not read.
         BadFile: a needed key is missing or of another kind.
     """
+    kind = header.metadata.get("general.type", "model")
+    if kind != "model":
+        raise UnsupportedModel(
+            f"{header.name}: general.type is {shown(kind)}; name the file of the model itself", key="general.type"
+        )
     name = header.metadata.get("general.architecture")
-    if name in REFUSED:
+    if isinstance(name, str) and name in REFUSED:
         raise UnsupportedModel(
             f"{header.name}: general.architecture is {name!r}: {REFUSED[name]}", key="general.architecture"
         )
