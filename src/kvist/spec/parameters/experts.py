@@ -129,7 +129,10 @@ def qwen_experts(net: Network, keys: Keys, style: Style) -> None:
 def qwen_dense(keys: Keys, index: int) -> bool:
     """MLPs on the layers that are listed, and on all but every ``decoder_sparse_step``-th."""
     step = keys.whole("decoder_sparse_step", default=1, least=1)
-    return index in keys.get("mlp_only_layers", []) or (index + 1) % step != 0
+    listed = keys.get("mlp_only_layers", [])
+    if not isinstance(listed, (list, tuple)):
+        raise keys.unknown("mlp_only_layers is no list", "mlp_only_layers")
+    return index in listed or (index + 1) % step != 0
 
 
 def _plain(net: Network, keys: Keys, style: Style) -> None:
@@ -179,15 +182,15 @@ def _ernie(net: Network, keys: Keys, style: Style) -> None:
 
 
 def _ernie_dense(keys: Keys, index: int) -> bool:
-    first, last = keys.whole("moe_layer_start_index", default=1), keys.get("moe_layer_end_index", -1)
-    last = len(keys.layers) - 1 if last == -1 else last
+    first, final = keys.whole("moe_layer_start_index", default=1), len(keys.layers) - 1
+    last = final if keys.get("moe_layer_end_index") == -1 else keys.whole("moe_layer_end_index", default=final)
     return not first <= index <= last or (index + 1) % keys.whole("moe_layer_interval", default=1, least=1) != 0
 
 
 def _hunyuan(net: Network, keys: Keys, style: Style) -> None:
     """Experts and a shared one; how many are chosen may be listed by layer, and then the first counts."""
     used = keys.get("moe_topk", 1)
-    used = used[0] if isinstance(used, list) else used
+    used = next(iter(used), None) if isinstance(used, list) else used
     width = keys.whole("intermediate_size")
     experts(
         net, Keys({**keys.config, "num_experts_per_tok": used}), width=width, shared=width, shared_name="shared_mlp"
@@ -277,6 +280,7 @@ _INDEXED = replace(_BIASED, attention=indexed_latent_attention)
 _DEEPSEEK = _deepseek(correction=True, style=_LATENT)
 _SPARSE = _deepseek(correction=True, style=_INDEXED)
 _ERNIE = ("use_bias", False)
+_QWEN3 = _of(replace(_BIASED, query_norm="head", feed_forward=qwen_experts, dense=qwen_dense))
 
 EXPERTS: dict[str, Callable[[Keys], Inventory]] = {
     "dbrx": _dbrx,
@@ -320,5 +324,6 @@ EXPERTS: dict[str, Callable[[Keys], Inventory]] = {
     "olmoe": _of(replace(_BIASED, query_norm="full", feed_forward=_plain)),
     "phimoe": _of(replace(_BIASED, norm_bias=True, head_bias=("lm_head_bias", False), feed_forward=_mixtral)),
     "qwen2_moe": _of(Style(qkv_bias=("qkv_bias", True), feed_forward=qwen_experts, dense=qwen_dense)),
-    "qwen3_moe": _of(replace(_BIASED, query_norm="head", feed_forward=qwen_experts, dense=qwen_dense)),
+    "qwen3_moe": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
 }

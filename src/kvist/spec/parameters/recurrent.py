@@ -249,7 +249,7 @@ def _lfm2_mlp(net: Network, keys: Keys, style: Style) -> None:
     if keys.flag("block_auto_adjust_ff_dim", default=True):
         multiple = keys.whole("block_multiple_of", default=256, least=1)
         factor = keys.get("block_ffn_dim_multiplier", 1.0)
-        if not isinstance(factor, (int, float)):
+        if not isinstance(factor, (int, float)) or not 0 < factor < 2**20:
             raise keys.unknown("block_ffn_dim_multiplier is no number", "block_ffn_dim_multiplier")
         width = -(-int(factor * (2 * width // 3)) // multiple) * multiple
     mlp(net, keys.whole("hidden_size"), width, keys, Style())
