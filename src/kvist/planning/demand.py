@@ -4,16 +4,30 @@ Both answer the same two questions of the cache on a rank: does it hold so many,
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.errors import DoesNotFit
 from kvist.planning.capacity import Capacity, capacity_of, most_that_fit
 from kvist.planning.deployment import Cutting, Stage
-from kvist.planning.workload import Mix, Users, mix_holds, mix_least, mix_users, shared_blocks
+
+if TYPE_CHECKING:
+    from kvist.planning.workload import Mix
 
 # Where a stage remembers nothing, others decide.
 NO_LIMIT = 10**9
+
+
+_SHARING = ("full", "compressed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Users:
+    """Sequences at once: as many as fit on average, and as many as fit 99 % of the time."""
+
+    mean: int
+    safe: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +51,7 @@ class StageUsers:
     reserved: int
 
 
-_UNLIMITED = StageUsers(
+UNLIMITED = StageUsers(
     capacity=None,
     slab=NO_LIMIT,
     paged=Users(mean=NO_LIMIT, safe=NO_LIMIT),
@@ -65,6 +79,11 @@ class Demand(Protocol):
         """Tokens for which a slab is reserved."""
         ...
 
+    @property
+    def mix(self) -> "Mix | None":
+        """The sequences, where they are of many lengths."""
+        ...
+
     def holds(self, stage: Stage, cache: int, users: int) -> bool:
         """Whether ``cache`` bytes on a rank hold so many."""
         ...
@@ -88,11 +107,18 @@ def logical_bytes(cutting: Cutting, stage: Stage, tokens: int) -> int:
     return stage.spec.sequence_bytes(tokens, cutting.fmt) + (encoder or 0)
 
 
-def _capacity(demand: "SameLength | MixedLengths", stage: Stage, cache: int) -> Capacity:
-    cutting = demand.cutting
-    return capacity_of(
-        stage.spec, cutting.fmt, stage.groups, cache_bytes=cache, context=demand.context, chunk=cutting.chunk
-    )
+def capacity_at(cutting: Cutting, stage: Stage, cache: int, context: int) -> Capacity:
+    """How a rank's cache is cut, and what it holds of sequences of ``context`` tokens.
+
+    Raises:
+        DoesNotFit: there is not one slab for each group.
+    """
+    return capacity_of(stage.spec, cutting.fmt, stage.groups, cache_bytes=cache, context=context, chunk=cutting.chunk)
+
+
+def shared_blocks(group: Group, tokens: int) -> int:
+    """Whole blocks of the first ``tokens`` that sequences can share in a group: none where they are given back."""
+    return tokens // group.block_tokens if group.lifetime in _SHARING else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +141,11 @@ class SameLength:
     def prompt(self) -> int:
         """All of it."""
         return self.context
+
+    @property
+    def mix(self) -> None:
+        """None: they are of one length."""
+        return None
 
     def holds(self, stage: Stage, cache: int, users: int) -> bool:
         """Whether ``cache`` bytes on a rank hold so many."""
@@ -141,8 +172,8 @@ class SameLength:
             DoesNotFit: there is not one slab for each group.
         """
         if not stage.groups:
-            return _UNLIMITED
-        capacity = _capacity(self, stage, cache)
+            return UNLIMITED
+        capacity = capacity_at(self.cutting, stage, cache, self.context)
         prefix = None
         if self.shared:
             most = capacity.layout.num_slabs * max(capacity.layout.blocks_per_slab)
@@ -166,65 +197,3 @@ class SameLength:
             own, last = group.peak_blocks(self.context, 1) - once, group.peak_blocks(self.context, chunk) - once
             counts.append(once + (users - 1) * own + last)
         return layout.slabs_for(counts) <= layout.num_slabs
-
-
-@dataclass(frozen=True, kw_only=True)
-class MixedLengths:
-    """Sequences of many lengths, caught at random moments.
-
-    Attributes:
-        cutting: how caches are cut.
-        mix: the sequences, up to the limit of the server.
-    """
-
-    cutting: Cutting
-    mix: Mix
-
-    @property
-    def context(self) -> int:
-        """Tokens that a sequence holds on average."""
-        return max(1, round(self.mix.moments.mean_tokens))
-
-    @property
-    def prompt(self) -> int:
-        """Tokens of the average prompt."""
-        return max(1, round(self.mix.mean_prompt))
-
-    @property
-    def limit(self) -> int:
-        """Longest sequence that the server takes."""
-        return self.mix.limit
-
-    def holds(self, stage: Stage, cache: int, users: int) -> bool:
-        """Whether ``cache`` bytes on a rank hold so many, 99 % of the time."""
-        if not stage.groups:
-            return True
-        try:
-            layout = ArenaLayout.of(stage.groups, cache)
-        except DoesNotFit:
-            return False
-        return mix_holds(self.mix, stage.groups, layout, users=users, chunk=self.cutting.chunk)
-
-    def least(self, stage: Stage, users: int) -> int:
-        """Bytes of blocks that so many need on a rank, 99 % of the time."""
-        return mix_least(self.mix, stage.groups, users) if stage.groups else 0
-
-    def count(self, stage: Stage, cache: int) -> StageUsers:
-        """How many ``cache`` bytes on a rank hold.
-
-        Raises:
-            DoesNotFit: there is not one slab for each group.
-        """
-        if not stage.groups:
-            return _UNLIMITED
-        capacity = _capacity(self, stage, cache)
-        found = mix_users(self.mix, stage.groups, capacity.layout, chunk=self.cutting.chunk)
-        reserved = logical_bytes(self.cutting, stage, self.limit)
-        return StageUsers(
-            capacity=capacity,
-            slab=cache // reserved if reserved else NO_LIMIT,
-            paged=found.paged,
-            prefix=found.prefix,
-            sequence=round(found.mean_bytes),
-            reserved=reserved,
-        )

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 from kvist.errors import DoesNotFit
 from kvist.planning.capacity import Capacity
-from kvist.planning.demand import NO_LIMIT, Demand, MixedLengths, StageUsers, logical_bytes
+from kvist.planning.demand import NO_LIMIT, Demand, StageUsers, Users, logical_bytes
 from kvist.planning.deployment import MAX_SAMPLED, Cutting, Deployment, Machine, deploy, stages_of
 from kvist.planning.plan import Budget, UsersMean
 from kvist.planning.weights import Weights
-from kvist.planning.workload import Users
 from kvist.spec.model import ModelSpec
 from kvist.units import format_size
 
@@ -94,7 +93,6 @@ class Fit:
         """The numbers of the plan."""
         deployment, machine = self.deployment, self.deployment.machine
         capacity, tightest = self.capacity, self.tightest
-        mixed = isinstance(self.demand, MixedLengths)
         copies = machine.replicas * machine.tp
         paged, prefix, slab = self.paged, self.prefix, self.slab
         waste_paged = 0
@@ -115,7 +113,7 @@ class Fit:
             users_paged=paged.safe,
             users_prefix=None if prefix is None else prefix.safe,
             users_mean=None
-            if not mixed
+            if self.demand.mix is None
             else UsersMean(slab=slab, paged=paged.mean, prefix=None if prefix is None else prefix.mean),
             waste_slab=waste_slab,
             waste_paged=waste_paged,
@@ -123,7 +121,7 @@ class Fit:
             sequence_allocated=tightest.sequence,
             prefill_chunk=0 if capacity is None else capacity.prefill_chunk,
             deployment=deployment,
-            mix=self.demand.mix if isinstance(self.demand, MixedLengths) else None,
+            mix=self.demand.mix,
         )
 
     def _cache_tokens(self) -> int:

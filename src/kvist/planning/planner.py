@@ -16,7 +16,7 @@ from kvist.spec.model import ModelSpec
 from kvist.units import MAX_TOKENS, parse_tokens
 
 if TYPE_CHECKING:
-    from kvist.planning.demand import MixedLengths, SameLength
+    from kvist.planning.demand import Demand
     from kvist.planning.deployment import Cutting, Machine
     from kvist.planning.fit import Fit
     from kvist.planning.machines import Wish
@@ -183,9 +183,9 @@ def _demand(
     context: int | str | None,
     lengths: str | Path | None,
     shared_prefix: int | str | None,
-) -> "SameLength | MixedLengths":
+) -> "Demand":
     """What users ask: one length, or those of a file."""
-    from kvist.planning.demand import MixedLengths, SameLength
+    from kvist.planning.demand import SameLength
 
     shared = 0 if shared_prefix is None else parse_tokens(shared_prefix, key="shared_prefix")
     if lengths is None:
@@ -197,18 +197,18 @@ def _demand(
             )
         return SameLength(cutting=cutting, context=length, limit=max(spec.max_context, length), shared=shared)
     from kvist.planning.lengths import read_lengths
+    from kvist.planning.mixed import MixedLengths
     from kvist.planning.workload import Mix
 
     limit = spec.max_context if context is None else _context(spec, context)
     return MixedLengths(cutting=cutting, mix=Mix.of(read_lengths(lengths), limit=limit, shared=shared))
 
 
-def _demand_notes(demand: "SameLength | MixedLengths") -> tuple[str, ...]:
-    from kvist.planning.demand import SameLength
-
-    if isinstance(demand, SameLength):
+def _demand_notes(demand: "Demand") -> tuple[str, ...]:
+    mix = demand.mix
+    if mix is None:
         return ()
-    mix, notes = demand.mix, []
+    notes = []
     if mix.dropped:
         every = mix.dropped + len(mix.requests)
         notes.append(
@@ -224,7 +224,7 @@ def _with_capacity(
     wish: "Wish",
     weights: "Weights | None",
     cutting: "Cutting",
-    demand: "SameLength | MixedLengths",
+    demand: "Demand",
     *,
     users: int | None,
     engine: str | None,
@@ -281,7 +281,7 @@ def _what_would_fit(
     machine: "Machine",
     weights: "Weights | None",
     cutting: "Cutting",
-    demand: "SameLength | MixedLengths",
+    demand: "Demand",
     users: int,
 ) -> str:
     """How many of the same devices would do, to end a message with."""
@@ -300,9 +300,7 @@ def _what_would_fit(
     )
 
 
-def _turned_round(
-    result: Plan, weights: "Weights", cutting: "Cutting", demand: "SameLength | MixedLengths", users: int
-) -> Plan:
+def _turned_round(result: Plan, weights: "Weights", cutting: "Cutting", demand: "Demand", users: int) -> Plan:
     """The devices that would hold the users."""
     from kvist.planning.fleet import smallest_sets
 

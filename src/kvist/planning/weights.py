@@ -2,14 +2,16 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from kvist.errors import InputError, UnsupportedModel
 from kvist.spec.model import Assumption, ModelSpec
-from kvist.spec.parameters import Inventory
-from kvist.spec.parameters.inventory import Placed, Tensor
-from kvist.spec.parameters.storage import Storage, StoredSize, storage_of, weight_codec_named
+
+if TYPE_CHECKING:
+    from kvist.spec.parameters.inventory import Inventory, Placed, Tensor
+    from kvist.spec.parameters.storage import Storage, StoredSize
 
 _QUANTISED_NAME = re.compile(
     r"(?<![a-z0-9])(fp8|nvfp4|mxfp4|awq|gptq|int4|int8|w4a16|w8a8|bnb)(?![a-z])", re.IGNORECASE
@@ -24,24 +26,36 @@ class Weights:
     Attributes:
         by_type: bytes by stored type.
         parameters: how many there are; None where the file does not tell.
-        inventory: their shapes; None where the family's are not known.
         sizes: how each is stored in each layer; None where a file says how much there is of what, not of which tensor.
         source: where the bytes come from.
         stated: whether they are read from a file rather than counted from shapes.
+        spec: the model.
         assumed: what was taken for granted.
         notes: what is not counted.
-        reason: why there is no inventory.
     """
 
     by_type: Mapping[str, int]
     parameters: int | None
-    inventory: Inventory | None
-    sizes: Mapping[Tensor, Mapping[int | None, StoredSize]] | None
+    sizes: "Mapping[Tensor, Mapping[int | None, StoredSize]] | None"
     source: str
     stated: bool
+    spec: ModelSpec = field(repr=False, compare=False)
     assumed: tuple[Assumption, ...] = ()
     notes: tuple[str, ...] = ()
-    reason: str = ""
+
+    @property
+    def inventory(self) -> "Inventory | None":
+        """The shapes; None where those of the family are not known."""
+        return self._counted.inventory
+
+    @property
+    def reason(self) -> str:
+        """Why there are no shapes."""
+        return self._counted.reason
+
+    @cached_property
+    def _counted(self) -> "_Counted":
+        return _count(self.spec)
 
     @cached_property
     def total(self) -> int:
@@ -103,49 +117,58 @@ def weights_of(spec: ModelSpec, codec: str | None = None) -> Weights:
     Raises:
         InputError: no such codec, or nothing tells; names what is missing and what would help.
     """
-    if codec is not None:
-        weight_codec_named(codec)
-    inventory, reason = _inventory(spec)
     if codec is None and spec.weights_by_type:
         return Weights(
-            by_type=spec.weights_by_type, parameters=spec.parameters, inventory=inventory, sizes=None,
-            source=f"tensors listed in {spec.source}", stated=True, reason=reason,
+            by_type=spec.weights_by_type, parameters=spec.parameters, sizes=None,
+            source=f"tensors listed in {spec.source}", stated=True, spec=spec,
         )  # fmt: skip
+    from kvist.spec.parameters.storage import storage_of, weight_codec_named
+
     if codec is None:
         _refuse_contradiction(spec)
+    else:
+        weight_codec_named(codec)
     try:
         storage = storage_of(spec.config, codec)
     except UnsupportedModel as error:
         raise InputError(f"weights: {spec.name}: {error}", key="weights") from error
-    assumed = _assumed(storage)
-    if inventory is not None:
-        sizes = {tensor: storage.sizes(tensor) for tensor in inventory.tensors}
+    counted = _count(spec)
+    if counted.inventory is not None:
+        sizes = {tensor: storage.sizes(tensor) for tensor in counted.inventory.tensors}
         return Weights(
-            by_type=_by_type(sizes.values()), parameters=inventory.parameters, inventory=inventory, sizes=sizes,
+            by_type=_by_type(sizes.values()), parameters=counted.inventory.parameters, sizes=sizes,
             source=f"shapes of model_type {spec.config.get('model_type')}, types by {storage.source}",
-            stated=False, assumed=assumed, notes=_beside(spec, inventory),
+            stated=False, spec=spec, assumed=_assumed(storage), notes=_beside(spec, counted.inventory),
         )  # fmt: skip
     if spec.parameters is not None and not storage.groups:
         name = storage.rest.name
         return Weights(
-            by_type={name: spec.parameters * _PLAIN_BYTES[name]}, parameters=spec.parameters, inventory=None,
-            sizes=None, source=f"{spec.parameters:,} parameters of {spec.source}, types by {storage.source}",
-            stated=True, assumed=assumed, reason=reason,
+            by_type={name: spec.parameters * _PLAIN_BYTES[name]}, parameters=spec.parameters, sizes=None,
+            source=f"{spec.parameters:,} parameters of {spec.source}, types by {storage.source}", stated=True,
+            spec=spec, assumed=_assumed(storage),
         )  # fmt: skip
     raise InputError(
-        f"weights: those of {spec.name} are not known from {spec.source}: {reason}; name a model directory or a .gguf "
-        f"file, or give the cache alone with `cache_memory`",
+        f"weights: the weights of {spec.name} are not known from {spec.source}: {counted.reason}; name a model "
+        f"directory or a .gguf file, or give the cache alone with `cache_memory`",
         key="weights",
     )
 
 
-def _inventory(spec: ModelSpec) -> tuple[Inventory | None, str]:
+@dataclass(frozen=True, kw_only=True)
+class _Counted:
+    """The shapes of a network, or why they are not known."""
+
+    inventory: "Inventory | None" = None
+    reason: str = ""
+
+
+def _count(spec: ModelSpec) -> _Counted:
     from kvist.spec.parameters import inventory_of
 
     try:
-        return inventory_of(spec.config, spec.layers), ""
+        return _Counted(inventory=inventory_of(spec.config, spec.layers))
     except UnsupportedModel as error:
-        return None, str(error)
+        return _Counted(reason=str(error))
 
 
 def _refuse_contradiction(spec: ModelSpec) -> None:
@@ -159,7 +182,7 @@ def _refuse_contradiction(spec: ModelSpec) -> None:
         )
 
 
-def _assumed(storage: Storage) -> tuple[Assumption, ...]:
+def _assumed(storage: "Storage") -> tuple[Assumption, ...]:
     if not storage.assumed_type:
         return ()
     return (
@@ -169,14 +192,14 @@ def _assumed(storage: Storage) -> tuple[Assumption, ...]:
     )
 
 
-def _beside(spec: ModelSpec, inventory: Inventory) -> tuple[str, ...]:
+def _beside(spec: ModelSpec, inventory: "Inventory") -> tuple[str, ...]:
     if not inventory.beside:
         return ()
     what = " and ".join(inventory.beside)
     return (f"{spec.name} comes with {what}, whose weights are not counted: add them to the overhead where it is used",)
 
 
-def _by_type(sizes: Iterable[Mapping[int | None, StoredSize]]) -> dict[str, int]:
+def _by_type(sizes: "Iterable[Mapping[int | None, StoredSize]]") -> dict[str, int]:
     found: dict[str, int] = {}
     for tensor in sizes:
         for stored in tensor.values():
@@ -184,7 +207,7 @@ def _by_type(sizes: Iterable[Mapping[int | None, StoredSize]]) -> dict[str, int]
     return found
 
 
-def _of(sizes: Mapping[Tensor, Mapping[int | None, StoredSize]], placed: Placed) -> Iterable[int]:
+def _of(sizes: "Mapping[Tensor, Mapping[int | None, StoredSize]]", placed: "Placed") -> Iterable[int]:
     """Bytes of a tensor in each layer of a stage."""
     tensor = sizes[placed.tensor]
     return (tensor[layer].size for layer in placed.layers or (None,))

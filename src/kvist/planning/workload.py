@@ -31,11 +31,11 @@ import numpy.typing as npt
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.errors import InputError
+from kvist.planning.demand import Users, shared_blocks
 from kvist.planning.lengths import Lengths, Request
 
 _GRID = 8192
 _CONFIDENCE = 0.99
-_SHARING = ("full", "compressed")
 _MOST_LENGTH = 2**24
 _MOST_USERS = 10**7
 
@@ -167,14 +167,6 @@ class Moments:
     def quantile(self, share: float) -> int:
         """Tokens that a sequence does not exceed in ``share`` of the moments."""
         return int(np.searchsorted(np.cumsum(self.weight), share - 1e-12))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Users:
-    """Sequences at once: as many as fit on average, and as many as fit 99 % of the time."""
-
-    mean: int
-    safe: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,11 +307,6 @@ class _Priced:
             return sums[space].within(users)
 
         return Users(mean=on_average, safe=_most(within, at_most=on_average))
-
-
-def shared_blocks(group: Group, tokens: int) -> int:
-    """Whole blocks of the first ``tokens`` that sequences can share in a group: none where they are given back."""
-    return tokens // group.block_tokens if group.lifetime in _SHARING else 0
 
 
 def shared_bytes(groups: Sequence[Group], tokens: int) -> int:

@@ -19,6 +19,13 @@ class EngineBudget:
     device: int | None = None
     taken: int = 0
 
+    @property
+    def left(self) -> int | None:
+        """Bytes for the cache where an engine takes all that is left; None where no memory is given."""
+        if self.cache is not None:
+            return self.cache
+        return None if self.device is None else self.device - self.taken
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineGroup:

@@ -152,7 +152,7 @@ def _caches(spec: ModelSpec, settings: LlamaSettings, n_ctx_seq: int) -> Iterato
             f"cover; plan it without --engine",
             key="engine",
         )
-    kept = _keeps_windows(spec, pieces) and not settings.swa_full
+    kept = _keeps_windows(spec, pieces)
     attention = [piece for piece in pieces if isinstance(piece, (Attention, Latent))]
     windows = sorted({limit for piece in attention if (limit := _limit(piece)) is not None})
     streams = 1 if settings.kv_unified else settings.n_seq_max
@@ -167,6 +167,7 @@ def _caches(spec: ModelSpec, settings: LlamaSettings, n_ctx_seq: int) -> Iterato
             )
         sequences = settings.n_seq_max if settings.kv_unified else 1
         cells = padded(min(n_ctx_seq, windows[0] * sequences + settings.n_ubatch))
+        cells = n_ctx_seq if settings.swa_full else cells
         swa = [piece for piece in attention if _limit(piece) is not None]
         yield _cells("swa", swa, cells, streams, settings, all_layers=attention)
     indexers = [piece.indexer for piece in attention if piece.indexer is not None]

@@ -83,7 +83,7 @@ def account(
         UnsupportedModel: a layer is not accounted for.
     """
     resolved = resolve(spec, fmt, settings)
-    memory = budget.cache if budget.device is None else budget.device - budget.taken
+    memory = budget.left
     chosen = _most_streams(spec, resolved, context, memory) if resolved.n_ctx is None else resolved
     made = context_of(spec, chosen)
     if memory is not None and made.bytes > memory:

@@ -6,13 +6,13 @@ Read from the sources of 0.5.23, which has no build for CPUs to ask: ``model_exe
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvist.errors import DoesNotFit, InputError
 from kvist.planning.engines.account import EngineAccount, EngineBudget, EngineFigure, EngineGroup
 from kvist.planning.engines.settings import Setting, fraction, one_of, read_settings, switch, whole
-from kvist.planning.engines.sglang_cells import Cells, cells_of
+from kvist.planning.engines.sglang_cells import Cells, cells_of, stages
 from kvist.planning.engines.sglang_memory import static_fraction
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
@@ -24,6 +24,7 @@ SETTINGS = {
     "mem_fraction_static": Setting(read=fraction(0, 1), help="share for weights and cache; by default what is left"),
     "page_size": Setting(read=whole(1, 2**20), help="tokens of a page (1)"),
     "tp_size": Setting(read=whole(1, 2**16), help="ranks that share each layer's heads"),
+    "pp_size": Setting(read=whole(1, 2**16), help="ranks that share the layers"),
     "kv_cache_dtype": Setting(
         read=one_of("auto", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "mxfp8"),
         help="how keys and values are stored",
@@ -50,6 +51,7 @@ class SglangSettings:
     mem_fraction_static: float | None
     page_size: int
     tp_size: int
+    pp_size: int
     kv_cache_dtype: str
     max_total_tokens: int | None
     max_running_requests: int | None
@@ -130,13 +132,19 @@ def pools_of(spec: ModelSpec, fmt: CacheFormat, *, budget: EngineBudget, setting
         UnsupportedModel: a layer is not accounted for.
     """
     resolved = _resolve(fmt, settings)
-    cells = cells_of(
-        spec,
-        dtype=_dtype(fmt, resolved),
-        ranks=resolved.tp_size,
-        ssm_dtype=resolved.mamba_ssm_dtype,
-        ratio=resolved.swa_full_tokens_ratio,
-    )
+    on_ranks = [
+        cells_of(
+            spec,
+            layers=layers,
+            dtype=_dtype(fmt, resolved),
+            ranks=resolved.tp_size,
+            ssm_dtype=resolved.mamba_ssm_dtype,
+            ratio=resolved.swa_full_tokens_ratio,
+        )
+        for layers in stages(len(spec.layers), resolved.pp_size)
+    ]
+    # The rank with the largest cells holds the fewest tokens, and all take that number.
+    cells = replace(max(on_ranks, key=lambda one: one.total), state=max(one.state for one in on_ranks))
     given = _budget(resolved, budget, latent=cells.latent)
     rest, states = given, 0
     if cells.state:
@@ -177,6 +185,7 @@ def _budget(settings: SglangSettings, budget: EngineBudget, *, latent: bool) -> 
     share = settings.mem_fraction_static or static_fraction(
         budget.device,
         tp_size=settings.tp_size,
+        pp_size=settings.pp_size,
         chunked_prefill_size=settings.chunked_prefill_size,
         max_running_requests=settings.max_running_requests,
         latent=latent,
@@ -190,6 +199,7 @@ def _resolve(fmt: CacheFormat, given: Mapping[str, Any]) -> SglangSettings:
         mem_fraction_static=said.get("mem_fraction_static"),
         page_size=said.get("page_size", 1),
         tp_size=said.get("tp_size", 1),
+        pp_size=said.get("pp_size", 1),
         kv_cache_dtype=said.get("kv_cache_dtype") or _cache_dtype(fmt),
         max_total_tokens=said.get("max_total_tokens"),
         max_running_requests=said.get("max_running_requests"),

@@ -6,6 +6,7 @@ Source: ``sglang/srt/model_executor/pool_configurator.py`` (cells), ``mem_cache/
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvist.errors import InputError, UnsupportedModel
 from kvist.planning.engines.state_shards import shard_state
@@ -63,11 +64,18 @@ class Cells:
         return self.window_key + self.window_value
 
 
-def cells_of(spec: ModelSpec, *, dtype: str, ranks: int, ssm_dtype: str | None, ratio: float) -> Cells:
-    """Add up the layers of a model.
+def stages(layers: int, count: int) -> list[range]:
+    """The layers of each rank of a pipeline; what is left over goes to the last ranks (``get_pp_indices``)."""
+    bounds = [index * (layers // count) + max(0, index - count + layers % count) for index in range(count + 1)]
+    return [range(start, end) for start, end in pairwise(bounds)]
+
+
+def cells_of(spec: ModelSpec, *, layers: range, dtype: str, ranks: int, ssm_dtype: str | None, ratio: float) -> Cells:
+    """Add up some layers of a model.
 
     Args:
         spec: the model.
+        layers: those of one rank of a pipeline.
         dtype: of keys and values.
         ranks: that share heads.
         ssm_dtype: of recurrent states; by default the configuration's, else f32.
@@ -77,7 +85,7 @@ def cells_of(spec: ModelSpec, *, dtype: str, ranks: int, ssm_dtype: str | None, 
         UnsupportedModel: a layer is not accounted for.
         InputError: the ranks do not divide the model.
     """
-    pieces = [piece for layer in spec.layers for piece in layer.stored]
+    pieces = [piece for index in layers for piece in spec.layers[index].stored]
     apart = _family(spec) in _WINDOWED
     full: list[Layer] = []
     windows: list[Attention] = []

@@ -205,7 +205,7 @@ def account(
     """
     resolved = resolve(fmt, settings, context=context)
     one = sequence_bytes(spec, resolved, context)
-    memory = budget.cache if budget.device is None else budget.device - budget.taken
+    memory = budget.left
     asked = read_settings("transformers", SETTINGS, settings).get("batch_size")
     batch = asked or (1 if memory is None else max(1, memory // one if one else 1))
     if memory is not None and batch * one > memory:

@@ -5,19 +5,40 @@ in transformers, against its published files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from kvist.errors import UnsupportedModel
 from kvist.spec.layers import Layer
-from kvist.spec.parameters.classic import CLASSIC
-from kvist.spec.parameters.decoders import DECODERS
-from kvist.spec.parameters.experts import EXPERTS
 from kvist.spec.parameters.inventory import Inventory, Keys, Tensor
-from kvist.spec.parameters.recurrent import RECURRENT
 
 __all__ = ["FAMILIES", "Inventory", "Tensor", "inventory_of"]
 
-FAMILIES: dict[str, Callable[[Keys], Inventory]] = {**DECODERS, **CLASSIC, **EXPERTS, **RECURRENT}
+# Families by the module that knows them, in a dict of its own name; only that one is loaded.
+_HOMES = {
+    "classic": (
+        "bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "opt",
+    ),
+    "decoders": (
+        "apertus", "arcee", "baichuan", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2",
+        "gemma3_text", "glm", "glm4", "granite", "helium", "hunyuan_v1_dense", "internlm2", "llama", "minicpm",
+        "ministral", "ministral3", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "orion", "phi", "phi3",
+        "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3", "qwen3_vl", "seed_oss", "smollm3", "stablelm", "starcoder2",
+    ),
+    "experts": (
+        "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "glm4_moe",
+        "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe",
+        "kimi_k2", "llama4_text", "longcat_flash", "mimo_v2_flash", "minimax_m2", "mixtral", "olmoe", "phimoe",
+        "qwen2_moe", "qwen3_moe", "qwen3_vl_moe",
+    ),
+    "recurrent": (
+        "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe",
+        "mamba", "mamba2", "minimax", "minimax_text_01", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next",
+        "recurrent_gemma",
+    ),
+}  # fmt: skip
+
+FAMILIES = {family: home for home, families in _HOMES.items() for family in families}
 
 
 def inventory_of(config: Mapping[str, Any], layers: Sequence[Layer]) -> Inventory:
@@ -33,10 +54,14 @@ def inventory_of(config: Mapping[str, Any], layers: Sequence[Layer]) -> Inventor
         UnsupportedModel: the family is not known here, or a key that its shapes depend on is missing; names it.
     """
     keys = Keys(config, layers)
-    family = FAMILIES.get(keys.family) or FAMILIES.get(keys.family.removesuffix("_text"))
-    if family is None:
+    name = keys.family if keys.family in FAMILIES else keys.family.removesuffix("_text")
+    if name not in FAMILIES:
         raise UnsupportedModel(
             f"the weights of model_type {keys.family} cannot be counted: its shapes are not known here",
             key="model_type",
         )
-    return family(keys)
+    home = FAMILIES[name]
+    readers: dict[str, Callable[[Keys], Inventory]] = getattr(
+        import_module(f"kvist.spec.parameters.{home}"), home.upper()
+    )
+    return readers[name](keys)

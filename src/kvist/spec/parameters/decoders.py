@@ -177,6 +177,7 @@ _ATTENTION_BIAS: Switch = ("attention_bias", False)
 _MLP_BIAS: Switch = ("mlp_bias", False)
 _USE_BIAS: Switch = ("use_bias", False)
 _LLAMA = Style(qkv_bias=_ATTENTION_BIAS, out_bias=_ATTENTION_BIAS, mlp_bias=_MLP_BIAS)
+_QWEN2 = Style(qkv_bias=True)
 _QWEN3 = Style(qkv_bias=_ATTENTION_BIAS, out_bias=_ATTENTION_BIAS, query_norm="head")
 _GEMMA = Style(qkv_bias=_ATTENTION_BIAS, out_bias=_ATTENTION_BIAS, tied=True)
 _STARCODER = ("use_bias", True)
@@ -212,8 +213,11 @@ DECODERS: dict[str, Callable[[Keys], Inventory]] = {
         Style(qkv_bias=True, out_bias=True, mlp_bias=True, gated=False, norms=1, norm_bias=True, head_bias=True)
     ),
     "phi3": _of(Style()),
-    "qwen2": _of(Style(qkv_bias=True)),
+    "qwen2": _of(_QWEN2),
+    "qwen2_5_vl": _of(_QWEN2),
+    "qwen2_vl": _of(_QWEN2),
     "qwen3": _of(_QWEN3),
+    "qwen3_vl": _of(_QWEN3),
     "seed_oss": _of(
         Style(qkv_bias=("attention_bias", True), out_bias=("attention_out_bias", False), mlp_bias=_MLP_BIAS)
     ),
