@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gguf_files import metadata_header
-from test_spec_gguf_architectures import keys_of
+from gguf_models import keys_of
 
 from kvist.errors import KvistError
 from kvist.spec.families import FAMILIES

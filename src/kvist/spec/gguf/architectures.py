@@ -137,6 +137,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral3": _same("ministral3", a.no_window),
     "maincoder": _same("gguf:maincoder"),
     "talkie": _same("gguf:talkie"),
+    "t5": _own("t5", a.t5),
     # Windows or chunks.
     "llama4": _same("llama4_text", Windows(period=4, width=8192, chunks=True)),
     "phi3": _same("phi3", a.window_everywhere),
@@ -219,5 +220,4 @@ REFUSED: dict[str, str] = {
     "nanbeige": "its layers run several times, each with a cache of its own; not described here",
     "hrm_text": "its layers run several times, each with a cache of its own; not described here",
     "graniteswitch": "adapters that tokens choose, and a layer that remembers which; not described here",
-    "t5": "an encoder-decoder; what its decoder keeps is not read from GGUF files: name its config.json",
 }  # fmt: skip

@@ -307,3 +307,16 @@ def minimax_m3(m: Metadata) -> dict[str, Any]:
         "index_head_dim": m.count(m.named("index_head_dim", "attention.indexer.key_length")),
         "index_n_heads": m.count("attention.indexer.head_count"),
     }
+
+
+def t5(m: Metadata) -> dict[str, Any]:
+    """T5: what its decoder keeps; ``block_count`` is the encoder's, and the decoder's where that is left out."""
+    layers = m.count(m.named("num_decoder_layers", "decoder_block_count"), default=m.layers)
+    queries = m.count(m.named("num_heads", "attention.head_count"))
+    return {
+        "num_layers": m.layers,
+        "num_decoder_layers": layers,
+        "num_hidden_layers": layers,
+        "num_heads": queries,
+        "d_kv": one_width(m),
+    }
