@@ -16,7 +16,7 @@ from kvist.spec.layers import Layer, Parallel
 Role = Literal["embedding", "head", "linear", "router", "norm", "other"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Tensor:
     """Tensors of one shape and place: one in each of some layers, or one for each expert of these.
 
@@ -65,7 +65,7 @@ class Tensor:
         return -(-count * -(-self.units // ranks) // self.units)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Placed:
     """A tensor, and the layers of a pipeline stage that have it; none for one outside of layers."""
 

@@ -115,7 +115,7 @@ class Storage:
         return {layer: by_codec[codec] for layer, codec in codecs.items()}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class StoredSize:
     """In which codec a tensor is stored, and its bytes."""
 
@@ -288,6 +288,8 @@ def _group_codec(weights: Mapping[str, Any]) -> WeightCodec:
     strategy = weights.get("strategy") or ("group" if group else "tensor")
     block = weights.get("block_structure")
     name = ("fp8" if bits == 8 else "nvfp4") if kind == "float" else f"int{bits}"
+    if kind not in ("float", "int") or bits not in ((4, 8) if kind == "float" else range(2, 9)):
+        return _unknown_group(weights)
     if kind == "float" and bits == 4:
         return _NVFP4 if group == 16 else _MXFP4 if group == 32 else _unknown_group(weights)
     if strategy in ("group", "tensor_group") and group > 0:
