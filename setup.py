@@ -10,6 +10,14 @@ import nanobind
 from setuptools import Extension, setup
 
 KERNELS = Path("src/kvist/kernels")
+SOURCES = (
+    "cpu.cpp",
+    "cpu_attention.cpp",
+    "cpu_elementwise.cpp",
+    "cpu_matrix.cpp",
+    "cpu_pack.cpp",
+    "cpu_plan.cpp",
+)
 NANOBIND = Path(nanobind.source_dir())
 
 setup(
@@ -17,10 +25,10 @@ setup(
         Extension(
             "kvist.kernels._cpu",
             sources=[
-                *(str(KERNELS / name) for name in ("cpu.cpp", "cpu_plan.cpp", "cpu_avx512.cpp")),
+                *(str(KERNELS / name) for name in SOURCES),
                 str(NANOBIND / "nb_combined.cpp"),
             ],
-            depends=[str(KERNELS / "cpu.h")],
+            depends=[str(KERNELS / name) for name in ("cpu.h", "cpu_avx512.h")],
             include_dirs=[nanobind.include_dir(), str(NANOBIND.parent / "ext" / "robin_map" / "include")],
             define_macros=[("NDEBUG", None), ("NB_COMPACT_ASSERTIONS", None)],
             extra_compile_args=[

@@ -1,17 +1,25 @@
 """The C++ kernels against the references: attention read byte by byte from the arena, norms and rotation in float64."""
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from fixtures_attention import group_of, make_scene
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_model import prompts_of, run_greedy, runner_of, worst_error
+from test_weights import tiny_llama, write_llama
 
 from kvist.errors import InputError
 from kvist.kernels import cpu as cpu_module
 from kvist.kernels.cpu import PagedAttention, cpu
 from kvist.kernels.dense import Scores
+from kvist.kernels.matrix import Matrix
 from kvist.kernels.sharing import sharing_order
 from kvist.model.norms import FusedResidual, RMSNorm
+from kvist.model.packed import Codes
 
 BF16 = torch.bfloat16
 
@@ -129,6 +137,74 @@ def test_the_stream_of_residuals(kernels, width, after):
     assert (stream.x.double() - added).abs().max() < 0.03
     assert (some.double() - added[[8, 2]]).abs().max() < 0.05
     assert (second.double() - normed(stream.x.double(), norms[2])).abs().max() < 0.02
+
+
+def codes_of(kind, outputs, inputs):
+    """A random matrix as a file stores it, and what the `gguf` package makes of it, rounded to bf16 as weights are."""
+    number = GGMLQuantizationType[kind]
+    values = np.random.default_rng(outputs + inputs).normal(0.01, 0.1, (outputs, inputs)).astype(np.float32)
+    stored = quantize(values, number)
+    return Codes.of_blocks(torch.from_numpy(stored), kind), torch.from_numpy(dequantize(stored, number)).to(BF16)
+
+
+@pytest.mark.parametrize("kind", ["BF16", "Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (160, 576), (96, 1536)])
+@pytest.mark.parametrize("result", ["bf16", "f32", "silu", "gelu"])
+def test_products(kernels, kind, outputs, inputs, result):
+    torch.manual_seed(outputs)
+    bias = torch.randn(outputs)
+    if kind == "BF16":
+        weight = (torch.randn(outputs, inputs) * 0.1).to(BF16)
+        matrix = Matrix(kernels, weight.shape, result, bias, bits=16)
+        matrix.fill(weight)
+    else:
+        codes, weight = codes_of(kind, outputs, inputs)
+        matrix = Matrix(kernels, weight.shape, result, bias, bits=codes.bits)
+        matrix.fill_codes(codes.codes, codes.scales, codes.minima)
+    for rows in (1, 5, 16, 17, 32, 33, 70):
+        x = torch.randn(rows, 2 * inputs).to(BF16)[:, :inputs]
+        expected = x.double() @ weight.double().t() + bias.double()
+        if result in ("silu", "gelu"):
+            gate, other = expected.chunk(2, dim=1)
+            act = (
+                torch.nn.functional.silu(gate)
+                if result == "silu"
+                else torch.nn.functional.gelu(gate, approximate="tanh")
+            )
+            expected = act * other
+        found = matrix(x)
+        assert found.dtype == (torch.float32 if result == "f32" else BF16)
+        # One rounding to bf16 at the end; in float32 only the order of the sum differs.
+        bound = 1e-5 if result == "f32" else 2**-8
+        assert (found.double() - expected).abs().max() <= bound * expected.abs().max(), rows
+
+
+def test_large_and_negative_gates_stay_finite(kernels):
+    weight = torch.cat((torch.eye(32), torch.eye(32))).to(BF16)
+    x = torch.tensor([0.0, 1e4, -1e4, 3e38, -3e38, 88.0, -88.0, 1e-30]).repeat(4)[None].to(BF16)
+    for result in ("silu", "gelu"):
+        matrix = Matrix(kernels, weight.shape, result, None, bits=16)
+        matrix.fill(weight)
+        assert not matrix(x).isnan().any()
+
+
+def test_many_rows_share_a_decoded_panel(kernels):
+    codes, weight = codes_of("Q4_1", 64, 96)
+    matrix = Matrix(kernels, weight.shape, "bf16", None, bits=4)
+    matrix.fill_codes(codes.codes, codes.scales, codes.minima)
+    x = torch.randn(2 * 1024 + 7, 96).to(BF16)
+    expected = x.double() @ weight.double().t()
+    assert (matrix(x).double() - expected).abs().max() <= 2**-8 * expected.abs().max()
+
+
+def test_a_model_decodes_on_its_stored_weights(kernels, tmp_path):
+    model = tiny_llama(num_attention_heads=6, num_key_value_heads=2, hidden_size=192)
+    path = write_llama(tmp_path / "tiny.gguf", model, types=["Q4_0", "Q4_1", "Q8_0"])
+    built = runner_of(path, dtype="bf16")
+    for layer in built[0].decoder.layers:
+        for product in (layer.mixer.qkv, layer.mixer.output, layer.mlp.gate_up, layer.mlp.down):
+            assert product.matrix is not None
+    assert worst_error(model, run_greedy(built, prompts_of(60, 5, 33), steps=8)) < 0.05
 
 
 def test_the_variable_chooses(monkeypatch):

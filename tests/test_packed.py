@@ -10,19 +10,25 @@ from test_weights import tiny_llama, write_llama
 
 from kvist.model import packed
 from kvist.model.linear import Gated, Linear
-from kvist.model.packed import FEW_ROWS, FewRows, FourBit
+from kvist.model.packed import FEW_ROWS, Codes, FewRows
 
 pytestmark = pytest.mark.skipif(not packed._works(), reason="this machine does not multiply packed weights")
 
 KINDS = ["Q4_0", "Q4_1"]
 
 
-def matrix_of(kind: str, rows: int, columns: int) -> tuple[FourBit, torch.Tensor]:
+@pytest.fixture(autouse=True)
+def without_kernels(monkeypatch):
+    """PyTorch's operators serve where the C++ kernels do not run."""
+    monkeypatch.setenv("KVIST_KERNELS", "torch")
+
+
+def matrix_of(kind: str, rows: int, columns: int) -> tuple[Codes, torch.Tensor]:
     """A random matrix as the file's codes, and what the `gguf` package makes of them, float64."""
     number = GGMLQuantizationType[kind]
     values = np.random.default_rng(rows + columns).normal(0.01, 0.1, (rows, columns)).astype(np.float32)
     stored = quantize(values, number)
-    return FourBit.of_blocks(torch.from_numpy(stored), kind), torch.from_numpy(dequantize(stored, number)).double()
+    return Codes.of_blocks(torch.from_numpy(stored), kind), torch.from_numpy(dequantize(stored, number)).double()
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -30,11 +36,11 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "Q8_0"])
 def test_codes_are_what_the_gguf_package_unpacks(kind):
     codes, expected = matrix_of(kind, 7, 160)
-    scales, zeros = (t.double().repeat_interleave(32, dim=1) for t in (codes.scales, codes.zeros))
-    torch.testing.assert_close((codes.codes.double() - 8) * scales + zeros, expected, rtol=0, atol=1e-7)
+    scales, minima = (t.double().repeat_interleave(32, dim=1) for t in (codes.scales, codes.minima))
+    torch.testing.assert_close(codes.codes.double() * scales + minima, expected, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,7 +128,8 @@ def test_heads_that_are_no_whole_groups_keep_their_output_unpacked(tmp_path):
 
 def test_only_bf16_is_packed_and_only_where_it_is_computed(tmp_path, monkeypatch):
     path = write_llama(tmp_path / "tiny.gguf", tiny_llama(), types=["Q4_1"])
-    assert not packed.can_multiply(24)
+    assert not packed.can_multiply(matrix_of("Q4_0", 24, 32)[0])
+    assert not packed.can_multiply(matrix_of("Q8_0", 32, 32)[0])
     for dtype in ("f32", "f16"):
         assert all(product.few_rows is None for product in products_of(runner_of(path, dtype=dtype)[0]).values())
     monkeypatch.setattr(packed, "_works", lambda: False)

@@ -95,6 +95,25 @@ NB_MODULE(_cpu, m) {
                                 at<bf16>(out));
              },
              nb::call_guard<nb::gil_scoped_release>());
+    nb::class_<Matrix>(m, "Matrix")
+        .def("__init__",
+             [](Matrix* self, std::int64_t outputs, std::int64_t inputs, int bits, int result) {
+                 new (self) Matrix(outputs, inputs, bits, static_cast<Matrix::Result>(result));
+             },
+             nb::kw_only(), "outputs"_a, "inputs"_a, "bits"_a, "result"_a)
+        .def("pack_bf16", [](Matrix& self, std::uintptr_t weight) { self.pack(at<bf16>(weight)); },
+             nb::call_guard<nb::gil_scoped_release>())
+        .def("pack_codes",
+             [](Matrix& self, std::uintptr_t codes, std::uintptr_t scales, std::uintptr_t minima) {
+                 self.pack(at<std::uint8_t>(codes), at<std::uint16_t>(scales), at<std::uint16_t>(minima));
+             },
+             nb::call_guard<nb::gil_scoped_release>())
+        .def("multiply",
+             [](const Matrix& self, bool amx, std::uintptr_t x, std::int64_t rows, std::uintptr_t out,
+                std::uintptr_t bias) {
+                 avx512::multiply(self, team, amx, at<bf16>(x), rows, at<void>(out), at<float>(bias));
+             },
+             nb::call_guard<nb::gil_scoped_release>());
     m.def(
         "rotate",
         [](std::uintptr_t x, std::int64_t rows, std::int64_t stride, int heads, int dim, std::uintptr_t cos,

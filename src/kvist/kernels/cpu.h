@@ -37,6 +37,11 @@ struct Unit {
     std::int64_t partial;         // where its part of a result goes; -1: straight to the output
 };
 
+// A unit for some of its KV heads: what one thread takes at a time.
+struct Task {
+    int unit, head, heads;
+};
+
 // Results that several units made of one row, merged by their log-sum-exps.
 struct Partial {
     std::int64_t base;  // of the unit in `partials`
@@ -53,6 +58,7 @@ struct Plan {
     std::vector<std::int64_t> append;         // offset of each row's first key in the arena
     std::vector<std::int64_t> offsets;        // of all tables' blocks; -1 where given back
     std::vector<Unit> units;
+    std::vector<Task> tasks;
     std::vector<int> merged_rows;             // rows with several results
     std::vector<std::int64_t> partial_begin;  // their places in `partial`, one more than rows
     std::vector<Partial> partial;
@@ -128,7 +134,39 @@ class Team {
     int threads_ = 1;
 };
 
+// A weight as the kernels read it; see cpu_matrix.cpp for the drawing.
+struct Matrix {
+    enum Result { kBfloat16, kFloat32, kSilu, kGelu };
+
+    std::int64_t outputs, inputs;  // multiples of 32
+    int bits;                      // 16: bf16; 4 or 8: codes with a scale and a minimum for 32 inputs
+    Result result;                 // gated ones hold a gate's 16 outputs, then 16 of what it lets through, by turns
+    std::int64_t tile_bytes;
+    std::uint8_t* data;
+
+    Matrix(std::int64_t outputs, std::int64_t inputs, int bits, Result result);
+    Matrix(const Matrix&) = delete;
+    Matrix& operator=(const Matrix&) = delete;
+    ~Matrix();
+
+    bool gated() const { return result == kSilu || result == kGelu; }
+
+    // The row of the checkpoint's weight that is output `index`.
+    std::int64_t row(std::int64_t index) const {
+        if (!gated()) return index;
+        return index / 32 * 16 + index % 16 + (index / 16 % 2) * (outputs / 2);
+    }
+
+    void pack(const bf16* weight);
+    // codes [outputs, inputs], unsigned below 16 or signed; scales and minima in f16 [outputs, inputs / 32]
+    void pack(const std::uint8_t* codes, const std::uint16_t* scales, const std::uint16_t* minima);
+};
+
 namespace avx512 {
+
+// out = x W^T + bias: x [rows, inputs] dense; out [rows, outputs], half as wide where it is gated.
+void multiply(const Matrix& m, const Team& team, bool amx, const bf16* x, std::int64_t rows, void* out,
+              const float* bias);
 
 // Stores the step's keys and values of one layer, then attends.
 //   arena      of the layer's first byte: the arena's plus slot x layer_bytes

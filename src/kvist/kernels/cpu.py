@@ -100,6 +100,11 @@ def cpu() -> Cpu | None:
     return _chosen(os.environ.get(_VARIABLE, "auto"), torch.get_num_threads())
 
 
+def kernels_of(dtype: torch.dtype) -> Cpu | None:
+    """Return the kernels that compute in this type: those of :func:`cpu` in bf16, none in others."""
+    return cpu() if dtype == torch.bfloat16 else None
+
+
 @cache
 def _chosen(choice: str, threads: int) -> Cpu | None:
     if choice not in _CHOICES:

@@ -27,6 +27,11 @@ std::int64_t cost(const Piece& piece, int repeats) {
     return queries * (piece.end_key - piece.first_key);
 }
 
+// Heads whose queries fill the lanes of one vector together.
+int heads_together(int rows, const Geometry& shape) {
+    return std::clamp(16 / std::max(1, rows * shape.repeats), 1, shape.kv_heads);
+}
+
 void cut_rows(std::vector<Piece>& pieces, Piece whole, int rows, std::int64_t start, std::int64_t window, bool causal) {
     for (int row = whole.first_row; row < whole.end_row; row += rows) {
         Piece piece = whole;
@@ -83,7 +88,8 @@ void make_plan(Plan& plan, const Tables& tables, const std::vector<Run>& runs, i
     std::vector<Piece> parts;
     for (const Piece& piece : pieces) {
         const std::int64_t keys = piece.end_key - piece.first_key;
-        std::int64_t count = threads == 1 ? 1 : (cost(piece, shape.repeats) + target - 1) / target;
+        const std::int64_t task = cost(piece, shape.repeats) * heads_together(piece.end_row - piece.first_row, shape);
+        std::int64_t count = threads == 1 ? 1 : (task + target - 1) / target;
         count = std::clamp<std::int64_t>(count, 1, std::max<std::int64_t>(1, keys / kLeastKeys));
         const std::int64_t step = ((keys + count - 1) / count + kKeyStep - 1) / kKeyStep * kKeyStep;
         for (std::int64_t key = piece.first_key; key < piece.end_key;) {
@@ -127,6 +133,11 @@ void make_plan(Plan& plan, const Tables& tables, const std::vector<Run>& runs, i
         return (one.end_row - one.first_row) * (one.end_key - one.first_key) >
                (other.end_row - other.first_row) * (other.end_key - other.first_key);
     });
+    for (std::size_t unit = 0; unit < plan.units.size(); ++unit) {
+        const int heads = heads_together(plan.units[unit].end_row - plan.units[unit].first_row, shape);
+        for (int head = 0; head < shape.kv_heads; head += heads)
+            plan.tasks.push_back({static_cast<int>(unit), head, std::min(heads, shape.kv_heads - head)});
+    }
 }
 
 }  // namespace kvist

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvist.cache.groups import Group
 from kvist.errors import UnsupportedModel
 from kvist.kernels.attention import AttentionPlan
-from kvist.kernels.cpu import Cpu, PagedPlan, cpu
+from kvist.kernels.cpu import Cpu, PagedPlan, kernels_of
 from kvist.kernels.dense import Scores
 from kvist.model.linear import Gated, Linear, Logits
 from kvist.model.mixers import AttentionMixer
@@ -67,8 +67,7 @@ class Decoder:
         check_network(spec)
         checkpoint = Checkpoint(spec, dtype)
         self.dtype = dtype
-        # They compute in bf16 only.
-        self.kernels: Cpu | None = cpu() if dtype == torch.bfloat16 else None
+        self.kernels: Cpu | None = kernels_of(dtype)
         self.vocab: int = config["vocab_size"]
         hidden = config["hidden_size"]
         self.embedding = checkpoint.tensor("model.embed_tokens.weight", (self.vocab, hidden))
@@ -85,7 +84,8 @@ class Decoder:
         self.norm = RMSNorm(checkpoint.norm("model.norm.weight", hidden), config["rms_norm_eps"])
         tied = config["tie_word_embeddings"]
         head = self.embedding if tied else checkpoint.tensor("lm_head.weight", (self.vocab, hidden))
-        self.head = Logits(head)
+        name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        self.head = Logits(head, checkpoint.codes([name]))
         self.final_softcap: float | None = config.get("final_logit_softcapping")
         scale = config.get("query_pre_attn_scalar") if config["model_type"].startswith("gemma") else None
         self.repeats: int = config["num_attention_heads"] // config["num_key_value_heads"]
@@ -161,12 +161,12 @@ class GatedMLP:
             checkpoint.rows(weights, [(inner, hidden)] * 2),
             checkpoint.rows([f"{name}.bias" for name in names], [(inner,)] * 2) if bias else None,
             config["hidden_act"],
-            checkpoint.four_bit(weights),
+            checkpoint.codes(weights),
         )
         self.down = Linear(
             checkpoint.tensor(f"{prefix}.down_proj.weight", (hidden, inner)),
             checkpoint.tensor(f"{prefix}.down_proj.bias", (hidden,)) if bias else None,
-            checkpoint.four_bit([f"{prefix}.down_proj.weight"]),
+            checkpoint.codes([f"{prefix}.down_proj.weight"]),
         )
 
     def __call__(self, x: Tensor) -> Tensor:

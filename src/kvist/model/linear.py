@@ -1,8 +1,8 @@
 """The operators of a decoder's weights: products and gated products.
 
-In bf16 the weights are laid out once as oneDNN wants them. Its plain entry point would reorder them in every call,
-which costs as much as the product itself while few tokens are computed. Weights that a file holds in 4 bits are kept
-packed as well, for steps of few rows.
+In bf16 the C++ kernels multiply where this machine has them. Elsewhere the weights are laid out once as oneDNN wants
+them: its plain entry point would reorder them in every call, which costs as much as the product itself while few tokens
+are computed. Weights that a file holds in 4 bits are then kept packed as well, for steps of few rows.
 """
 
 from functools import cache
@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvist.model.packed import FEW_ROWS, FewRows, FourBit
+from kvist.kernels.cpu import kernels_of
+from kvist.kernels.matrix import Matrix, Result
+from kvist.model.packed import FEW_ROWS, Codes, FewRows, can_multiply
 
 # oneDNN chooses the same layout for all row counts that were tried; any hint will do.
 _ROWS_HINT = 64
@@ -28,24 +30,42 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
+def _matrix(weight: Tensor, bias: Tensor | None, codes: Codes | None, result: Result) -> Matrix | None:
+    """The weight as the C++ kernels multiply with it, from its codes where there are any; None where they do not."""
+    kernels = kernels_of(weight.dtype)
+    if kernels is None or not Matrix.suits(weight):
+        return None
+    matrix = Matrix(kernels, weight.shape, result, bias, bits=16 if codes is None else codes.bits)
+    if codes is None:
+        matrix.fill(weight)
+    else:
+        matrix.fill_codes(codes.codes, codes.scales, codes.minima)
+    return matrix
+
+
 class Linear:
     """``x W^T + b``.
 
     Args:
         weight: ``[outputs, inputs]``.
         bias: ``[outputs]`` or None.
-        four_bit: the same weight as codes, or None.
+        codes: the same weight as it is stored, or None.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, four_bit: FourBit | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, codes: Codes | None = None) -> None:
         self.bias = bias
-        self.few_rows = None if four_bit is None else FewRows(four_bit, bias)
+        self.matrix = _matrix(weight, bias, codes, "bf16")
+        if self.matrix is not None:
+            return
+        self.few_rows = None if codes is None or not can_multiply(codes) else FewRows(codes, bias)
         packed = can_pack(weight.dtype)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT) if packed else weight
         self.call = torch.ops.mkldnn._linear_pointwise.default if packed else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, inputs]`` to ``[rows, outputs]``."""
+        if self.matrix is not None:
+            return self.matrix(x)
         if self.few_rows is not None and len(x) <= FEW_ROWS:
             return self.few_rows(x)
         if self.call is None:
@@ -59,14 +79,19 @@ class Logits:
 
     Args:
         weight: ``[vocab, hidden]``.
+        codes: the same weight as it is stored, or None.
     """
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, codes: Codes | None = None) -> None:
         self.weight = weight
+        # A second copy in the kernels' order is worth its memory only where it is smaller than the first.
+        self.matrix = None if codes is None else _matrix(weight, None, codes, "f32")
         self.reordered = can_pack(weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, hidden]`` to float32 ``[rows, vocab]``."""
+        if self.matrix is not None:
+            return self.matrix(x)
         if not self.reordered:
             return F.linear(x, self.weight).float()
         # With the large weight on the left oneDNN takes it as it lies, and so does the product with one vector.
@@ -82,13 +107,16 @@ class Gated:
         weight: the gate's rows, then as many of the other factor's: ``[2 x outputs, inputs]``.
         bias: likewise, or None.
         activation: ``silu`` or ``gelu_pytorch_tanh``.
-        four_bit: the same weight as codes, or None.
+        codes: the same weight as it is stored, or None.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str, four_bit: FourBit | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str, codes: Codes | None = None) -> None:
         self.width = weight.shape[0] // 2
         self.gelu = activation == "gelu_pytorch_tanh"
-        self.few_rows = None if four_bit is None else FewRows(four_bit, bias)
+        self.matrix = _matrix(weight, bias, codes, "gelu" if self.gelu else "silu")
+        if self.matrix is not None:
+            return
+        self.few_rows = None if codes is None or not can_multiply(codes) else FewRows(codes, bias)
         self.fused = can_pack(weight.dtype)
         if self.fused:
             biases = (None, None) if bias is None else torch.split(bias, self.width)
@@ -99,6 +127,8 @@ class Gated:
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, inputs]`` to ``[rows, outputs]``."""
+        if self.matrix is not None:
+            return self.matrix(x)
         if self.few_rows is not None and len(x) <= FEW_ROWS:
             return self._product(self.few_rows(x))
         if self.fused:

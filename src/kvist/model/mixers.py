@@ -59,7 +59,7 @@ class AttentionMixer:
         self.qkv = Linear(
             stacked("weight", (hidden,)),
             stacked("bias", ()) if bias else None,
-            checkpoint.four_bit(named("weight"), by_repeats),
+            checkpoint.codes(named("weight"), by_repeats),
         )
         name = f"{prefix}.o_proj"
         # Qwen 2 has biases on the way in only.
@@ -68,7 +68,7 @@ class AttentionMixer:
             columns_by_repeats(checkpoint.tensor(f"{name}.weight", (hidden, heads * dim))),
             checkpoint.tensor(f"{name}.bias", (hidden,)) if output_bias else None,
             # A head that is no whole number of groups could not take its scales along.
-            checkpoint.four_bit([f"{name}.weight"], columns_by_repeats) if dim % GROUP == 0 else None,
+            checkpoint.codes([f"{name}.weight"], columns_by_repeats) if dim % GROUP == 0 else None,
         )
         self.norm: RMSNorm | None = None
         if config["model_type"] in ("qwen3", "gemma3", "gemma3_text"):

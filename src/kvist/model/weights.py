@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvist.errors import BadFile, InputError, UnsupportedModel
-from kvist.model.packed import FourBit, can_multiply
+from kvist.model.packed import Codes
 from kvist.spec.gguf import GGUFTensor, read_gguf
 from kvist.spec.gguf.files import part_count
 from kvist.spec.model import ModelSpec
@@ -48,7 +48,7 @@ class Tensors(Protocol):
     def read(self, name: str, into: Tensor) -> None:
         """Copy a tensor into ``into``, of the same shape and any floating type."""
 
-    def four_bit(self, name: str) -> FourBit | None:
+    def codes(self, name: str) -> Codes | None:
         """A matrix as its codes, where it is stored as such."""
 
     def names(self) -> Iterable[str]:
@@ -109,28 +109,26 @@ class Checkpoint:
             self.read(name, shape, part)
         return stacked
 
-    def four_bit(self, names: Sequence[str], move: Callable[[Tensor], Tensor] | None = None) -> FourBit | None:
-        """Several matrices stacked along their rows, as :meth:`rows` reads them, but as codes of 4 bits.
+    def codes(self, names: Sequence[str], move: Callable[[Tensor], Tensor] | None = None) -> Codes | None:
+        """Several matrices stacked along their rows, as :meth:`rows` reads them, but as their codes.
 
         Args:
             names: of matrices that were read, and found to have the right shapes.
-            move: reorders rows, or columns by whole groups; see :meth:`FourBit.moved`.
+            move: reorders rows, or columns by whole groups; see :meth:`Codes.moved`.
 
         Returns:
-            None where one of them is stored otherwise, or where products with codes are not computed.
+            None where one of them is stored otherwise, or where the compute type is not bf16.
         """
         if self.dtype != torch.bfloat16:
             return None
-        parts: list[FourBit] = []
+        parts: list[Codes] = []
         for name in names:
-            part = self.tensors.four_bit(name)
+            part = self.tensors.codes(name)
             if part is None:
                 return None
             parts.append(part)
-        codes = FourBit.stack(parts)
-        if not can_multiply(len(codes.codes)):
-            return None
-        return codes if move is None else codes.moved(move)
+        codes = Codes.stack(parts)
+        return codes if codes is None or move is None else codes.moved(move)
 
     def norm(self, name: str, width: int) -> Tensor:
         """Read the multiplier of a norm, float32 ``[width]``."""
@@ -222,7 +220,7 @@ class SafetensorsTensors:
             )
         into.copy_(self.files[stored].get_tensor(stored))
 
-    def four_bit(self, name: str) -> FourBit | None:
+    def codes(self, name: str) -> Codes | None:
         """See :class:`Tensors`."""
         return None
 
@@ -328,13 +326,13 @@ class GGUFTensors:
             _unpack(self._raw(entry, height), entry.type, stored.view(height, -1))
             into.copy_(_straightened(stored, heads))
 
-    def four_bit(self, name: str) -> FourBit | None:
+    def codes(self, name: str) -> Codes | None:
         """See :class:`Tensors`."""
         entry = self.entries[self.stored(name)]
-        if len(entry.shape) != 2 or not FourBit.reads(entry.type):
+        if len(entry.shape) != 2 or not Codes.reads(entry.type):
             return None
         # A mapped file is read-only, which torch warns about; the copy is let go soon.
-        found = FourBit.of_blocks(torch.from_numpy(np.array(self._raw(entry, entry.shape[0]))), entry.type)
+        found = Codes.of_blocks(torch.from_numpy(np.array(self._raw(entry, entry.shape[0]))), entry.type)
         heads = self._interleaved_heads(name)
         return found if heads is None else found.moved(lambda rows: _straightened(rows, heads))
 

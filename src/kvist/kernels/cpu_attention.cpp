@@ -1,5 +1,4 @@
-// Paged attention and the small operators around it in bf16, for AVX-512 with BF16 instructions and, where there is
-// one, the matrix unit (AMX).
+// Paged attention in bf16, for AVX-512 with BF16 instructions and, where there is one, the matrix unit (AMX).
 //
 // Attention is computed transposed, so that sixteen queries lie in the lanes of a vector and softmax needs no sums
 // across lanes:
@@ -26,111 +25,16 @@
 #endif
 #include <immintrin.h>
 
+#include "cpu_avx512.h"
+
 namespace kvist::avx512 {
 namespace {
 
-constexpr int kLanes = 16;
 constexpr int kKeys = 128;       // keys of one pass over a job's queries
 constexpr int kMaxDim = 256;
 constexpr int kMaxTiles = 16;    // of 16 queries in a job
-constexpr float kLowest = -200;  // two to the power of this is 0
-
-// ---- the matrix unit ------------------------------------------------------------------------------------------------
-// Inline assembly says that memory is read and written, which the compilers' own intrinsics of these do not.
-
-struct alignas(64) TileConfig {
-    std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    std::uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
-inline void tiles_begin() {
-    static const TileConfig config;
-    asm volatile("ldtilecfg %0" ::"m"(config));
-}
-inline void tiles_end() { asm volatile("tilerelease"); }
-
-#define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::)
-#define TILE_LOAD(t, p, stride) \
-    asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(p), "r"(static_cast<std::int64_t>(stride)) : "memory")
-#define TILE_STORE(t, p, stride) \
-    asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), "r"(static_cast<std::int64_t>(stride)) : "memory")
-#define TILE_DOT(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
-
-// ---- vectors --------------------------------------------------------------------------------------------------------
-
-inline __m512 load(const bf16* p) {
-    return _mm512_castsi512_ps(
-        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
-}
-
-inline void store(bf16* p, __m512 x) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
-}
-
-// Two to the power of x, for x down to kLowest; relative error below 4e-6, far under the rounding to bf16.
-inline __m512 exp2(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(kLowest));
-    const __m512 whole = _mm512_roundscale_ps(x, 0);
-    const __m512 f = _mm512_sub_ps(x, whole);
-    // Taylor's series of 2^f on [-0.5, 0.5].
-    __m512 p = _mm512_set1_ps(1.3333558e-3f);
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.6181291e-3f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5504109e-2f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4022651e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9314718e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(p, whole);
-}
-
-inline __m512 tanh(__m512 x) {
-    const __m512 e = exp2(_mm512_mul_ps(_mm512_min_ps(x, _mm512_set1_ps(15)), _mm512_set1_ps(2.8853901f)));
-    return _mm512_sub_ps(_mm512_set1_ps(1),
-                         _mm512_div_ps(_mm512_set1_ps(2), _mm512_add_ps(e, _mm512_set1_ps(1))));
-}
-
-// Transposes sixteen vectors of sixteen 32-bit elements.
-inline void transpose(__m512i r[kLanes]) {
-    __m512i t[kLanes];
-    for (int i = 0; i < kLanes; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < kLanes; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    for (int half = 0; half < kLanes; half += 8) {
-        for (int i = 0; i < 4; ++i) {
-            t[half + i] = _mm512_shuffle_i32x4(r[half + i], r[half + i + 4], 0x88);
-            t[half + i + 4] = _mm512_shuffle_i32x4(r[half + i], r[half + i + 4], 0xdd);
-        }
-    }
-    for (int i = 0; i < 8; ++i) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    }
-}
-
-// ---- products of tiles ----------------------------------------------------------------------------------------------
-
-// C [16, 16] (+)= A [16, 32 x steps] x B, without the matrix unit; B is [16 x steps] rows of sixteen pairs.
-template <bool kAdd>
-inline void multiply(float* c, const char* a, std::int64_t a_stride, const std::uint32_t* b, int steps) {
-    __m512 sum[kLanes];
-    for (int i = 0; i < kLanes; ++i) sum[i] = kAdd ? _mm512_load_ps(c + i * kLanes) : _mm512_setzero_ps();
-    for (int pair = 0; pair < kLanes * steps; ++pair) {
-        const __m512bh right = reinterpret_cast<__m512bh>(_mm512_load_si512(b + pair * kLanes));
-        for (int i = 0; i < kLanes; ++i) {
-            int both;
-            std::memcpy(&both, a + i * a_stride + pair * 4, 4);
-            sum[i] = _mm512_dpbf16_ps(sum[i], reinterpret_cast<__m512bh>(_mm512_set1_epi32(both)), right);
-        }
-    }
-    for (int i = 0; i < kLanes; ++i) _mm512_store_ps(c + i * kLanes, sum[i]);
-}
+constexpr float kHidden = -0x1p100f;  // score of a key that is not seen: finite, and exact under any factor
+constexpr float kSlack = 8;        // sums are brought to a new maximum when it is larger by this power of two
 
 // ---- one job --------------------------------------------------------------------------------------------------------
 
@@ -154,10 +58,13 @@ class Job {
         factor_ = plan.scale * 1.44269504f;
     }
 
-    void run(const Unit& unit, int head, bf16* out, float* partials) {
+    // Runs a unit for one KV head; or for several, where their queries fit into the lanes of one vector.
+    void run(const Unit& unit, int head, int heads, bf16* out, float* partials) {
         rows_ = (unit.end_row - unit.first_row) * shape_.repeats;
-        tiles_ = (rows_ + kLanes - 1) / kLanes;
-        pack(unit, head);
+        heads_ = heads;
+        tiles_ = heads > 1 ? 1 : (rows_ + kLanes - 1) / kLanes;
+        for (int tile = 0; tile < tiles_; ++tile) locate(unit, tile);
+        for (int i = 0; i < std::max(tiles_, heads_); ++i) pack(unit, i, head);
         const std::int64_t first_position = plan_.positions[unit.first_row];
         std::int64_t begin = unit.first_key, end = unit.end_key;
         std::int64_t last_position = first_position;
@@ -168,34 +75,45 @@ class Job {
         }
         end = std::min(end, last_position + 1);
         if (plan_.window > 0) begin = std::max(begin, lowest_position - plan_.window + 1);
+        last_key_ = end;
         const std::int64_t aligned = begin / kLanes * kLanes;
         for (std::int64_t key = aligned; key < end; key += kKeys)
             pass(unit, head, key, begin, std::min(end, key + kKeys));
-        write(unit, head, out, partials);
+        for (int i = 0; i < std::max(tiles_, heads_); ++i) write(unit, i, head, out, partials);
     }
 
   private:
-    // Q^T of every tile, sixteen rows at a time; lanes without a query repeat the last.
-    void pack(const Unit& unit, int head) {
-        for (int tile = 0; tile < tiles_; ++tile) {
-            const bf16* row[kLanes];
-            for (int lane = 0; lane < kLanes; ++lane) {
-                const int index = std::min(tile * kLanes + lane, rows_ - 1);
-                const int token = unit.first_row + index / shape_.repeats;
-                const int repeat = index % shape_.repeats;
-                row[lane] = q_ + token * q_stride_ + (repeat * shape_.kv_heads + head) * shape_.dim;
-                s_.position[tile][lane] = plan_.positions[token];
-            }
-            for (int pair = 0; pair < shape_.dim / 2; pair += kLanes) {
-                __m512i r[kLanes];
-                for (int lane = 0; lane < kLanes; ++lane) r[lane] = _mm512_loadu_si512(row[lane] + 2 * pair);
-                transpose(r);
-                for (int i = 0; i < kLanes; ++i) _mm512_store_si512(s_.q[tile][pair + i], r[i]);
-            }
-            _mm512_store_ps(s_.max[tile], _mm512_set1_ps(-INFINITY));
-            _mm512_store_ps(s_.sum[tile], _mm512_setzero_ps());
-            std::memset(s_.out[tile], 0, sizeof(float) * kLanes * shape_.dim);
+    // The positions of a tile's queries; lanes without one repeat the last.
+    void locate(const Unit& unit, int tile) {
+        for (int lane = 0; lane < kLanes; ++lane) {
+            const int index = heads_ > 1 ? lane % rows_ : std::min(tile * kLanes + lane, rows_ - 1);
+            s_.position[tile][lane] = plan_.positions[unit.first_row + index / shape_.repeats];
         }
+        _mm512_store_ps(s_.max[tile], _mm512_set1_ps(kHidden));
+        _mm512_store_ps(s_.sum[tile], _mm512_setzero_ps());
+    }
+
+    // Q^T of a tile, sixteen rows of one head; or, of several heads in one vector, the rows of one of them, with zeros
+    // in the others' lanes, so that the scores of all add up in their places.
+    void pack(const Unit& unit, int place, int head) {
+        const int first_lane = heads_ > 1 ? place * rows_ : 0;
+        const int first_index = heads_ > 1 ? 0 : place * kLanes;
+        const int count = std::min(kLanes, rows_ - first_index);
+        if (heads_ > 1) head += place;
+        const bf16* row[kLanes] = {};
+        for (int i = 0; i < count; ++i) {
+            const int token = unit.first_row + (first_index + i) / shape_.repeats;
+            const int repeat = (first_index + i) % shape_.repeats;
+            row[first_lane + i] = q_ + token * q_stride_ + (repeat * shape_.kv_heads + head) * shape_.dim;
+        }
+        for (int pair = 0; pair < shape_.dim / 2; pair += kLanes) {
+            __m512i r[kLanes];
+            for (int lane = 0; lane < kLanes; ++lane)
+                r[lane] = row[lane] != nullptr ? _mm512_loadu_si512(row[lane] + 2 * pair) : _mm512_setzero_si512();
+            transpose(r);
+            for (int i = 0; i < kLanes; ++i) _mm512_store_si512(s_.q[place][pair + i], r[i]);
+        }
+        std::memset(s_.out[place], 0, sizeof(float) * kLanes * shape_.dim);
     }
 
     const char* run_of(const Unit& unit, std::int64_t key, int run) const {
@@ -211,12 +129,63 @@ class Job {
         const char* keys[kKeys / kLanes];
         for (int g = 0; g < padded; ++g)
             keys[g] = run_of(unit, first + std::min(g, groups - 1) * kLanes, head);
+        fetch(unit, head, first + kKeys);
+        if (heads_ > 1) {
+            scores_of_heads(keys, padded);
+            softmax(0, 0, first, begin, end, padded * kLanes);
+            for (int i = 0; i < heads_; ++i) {
+                transpose_values(unit, head + i, first, end, padded);
+                outputs(i, 1, padded / 2);
+            }
+            return;
+        }
         transpose_values(unit, head, first, end, padded);
         for (int tile = 0; tile < tiles_; tile += 2) {
             const int together = std::min(2, tiles_ - tile);
             scores(tile, together, keys, padded);
             for (int i = 0; i < together; ++i) softmax(tile + i, i, first, begin, end, padded * kLanes);
             outputs(tile, together, padded / 2);
+        }
+    }
+
+    // Asks for the keys and values of the next pass, which lie in blocks here and there.
+    void fetch(const Unit& unit, int head, std::int64_t first) const {
+        const std::int64_t end = std::min(last_key_, first + kKeys);
+        const std::int64_t bytes = std::int64_t{2} * kLanes * shape_.dim;
+        for (std::int64_t key = first; key < end; key += kLanes)
+            for (int i = 0; i < heads_; ++i)
+                for (int run : {head + i, shape_.kv_heads + head + i}) {
+                    const char* from = run_of(unit, key, run);
+                    for (std::int64_t at = 0; at < bytes; at += 64) _mm_prefetch(from + at, _MM_HINT_T1);
+                }
+    }
+
+    // S^T of the queries of several heads, each in its own lanes.
+    void scores_of_heads(const char* const* keys, int groups) {
+        const int steps = shape_.dim / 32;
+        const std::int64_t stride = 2 * shape_.dim;
+        for (int g = 0; g < groups; g += 2) {
+            if (!amx_) {
+                for (int half = g; half < g + 2; ++half) {
+                    multiply<false>(s_.scores[0][half * kLanes], keys[half], stride, s_.q[0][0], steps);
+                    for (int i = 1; i < heads_; ++i)
+                        multiply<true>(s_.scores[0][half * kLanes], keys[half] + i * shape_.run_bytes, stride,
+                                       s_.q[i][0], steps);
+                }
+                continue;
+            }
+            TILE_ZERO(0);
+            TILE_ZERO(1);
+            for (int i = 0; i < heads_; ++i)
+                for (int step = 0; step < steps; ++step) {
+                    TILE_LOAD(4, keys[g] + i * shape_.run_bytes + step * 64, stride);
+                    TILE_LOAD(5, keys[g + 1] + i * shape_.run_bytes + step * 64, stride);
+                    TILE_LOAD(6, s_.q[i][step * kLanes], 64);
+                    TILE_DOT(0, 4, 6);
+                    TILE_DOT(1, 5, 6);
+                }
+            TILE_STORE(0, s_.scores[0][g * kLanes], 64);
+            TILE_STORE(1, s_.scores[0][(g + 1) * kLanes], 64);
         }
     }
 
@@ -267,6 +236,26 @@ class Job {
             for (int i = 0; i < together; ++i)
                 for (int g = 0; g < groups; ++g)
                     multiply<false>(s_.scores[i][g * kLanes], keys[g], stride, s_.q[tile + i][0], steps);
+            return;
+        }
+        if (together == 2 && steps == 2) {
+            // All of both tiles' queries stay in the unit, so that a key is loaded once for them.
+            TILE_LOAD(4, s_.q[tile][0], 64);
+            TILE_LOAD(5, s_.q[tile][kLanes], 64);
+            TILE_LOAD(6, s_.q[tile + 1][0], 64);
+            TILE_LOAD(7, s_.q[tile + 1][kLanes], 64);
+            for (int g = 0; g < groups; ++g) {
+                TILE_ZERO(0);
+                TILE_ZERO(1);
+                TILE_LOAD(2, keys[g], stride);
+                TILE_LOAD(3, keys[g] + 64, stride);
+                TILE_DOT(0, 2, 4);
+                TILE_DOT(1, 2, 6);
+                TILE_DOT(0, 3, 5);
+                TILE_DOT(1, 3, 7);
+                TILE_STORE(0, s_.scores[0][g * kLanes], 64);
+                TILE_STORE(1, s_.scores[1][g * kLanes], 64);
+            }
             return;
         }
         for (int g = 0; g < groups; g += 2) {
@@ -320,32 +309,35 @@ class Job {
             for (int j = 0; j < 4; ++j) top[j] = _mm512_max_ps(top[j], _mm512_load_ps(scores[i + j]));
         __m512 highest = _mm512_max_ps(_mm512_max_ps(top[0], top[1]), _mm512_max_ps(top[2], top[3]));
         const __m512 before = _mm512_load_ps(s_.max[tile]);
-        highest = _mm512_max_ps(before, _mm512_mul_ps(highest, factor));
-        // A query that has seen nothing yet keeps nothing.
-        const __m512 safe = _mm512_mask_mov_ps(
-            highest, _mm512_cmp_ps_mask(highest, _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ), _mm512_setzero_ps());
+        highest = _mm512_mul_ps(highest, factor);
+        const bool risen =
+            _mm512_cmp_ps_mask(highest, _mm512_add_ps(before, _mm512_set1_ps(kSlack)), _CMP_GT_OQ) != 0;
+        highest = risen ? _mm512_max_ps(before, highest) : before;
         __m512 sums[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
         alignas(64) static const std::uint16_t kPairs[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                              8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
         const __m512i pairs = _mm512_load_si512(kPairs);
         for (int i = 0; i < count; i += 2) {
-            const __m512 one = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores[i]), factor, safe));
-            const __m512 two = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores[i + 1]), factor, safe));
+            const __m512 one = exp2_roughly(_mm512_fmsub_ps(_mm512_load_ps(scores[i]), factor, highest));
+            const __m512 two = exp2_roughly(_mm512_fmsub_ps(_mm512_load_ps(scores[i + 1]), factor, highest));
             sums[0] = _mm512_add_ps(sums[0], one);
             sums[1] = _mm512_add_ps(sums[1], two);
             const __m512i both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(two, one));
             _mm512_store_si512(s_.weights[place][i / 2], _mm512_permutexvar_epi16(pairs, both));
         }
-        const __m512 alpha = exp2(_mm512_sub_ps(before, safe));
-        const __m512 sum = _mm512_fmadd_ps(_mm512_load_ps(s_.sum[tile]), alpha, _mm512_add_ps(sums[0], sums[1]));
-        _mm512_store_ps(s_.sum[tile], sum);
-        _mm512_store_ps(s_.max[tile], highest);
-        if (_mm512_cmp_ps_mask(alpha, _mm512_set1_ps(1), _CMP_NEQ_OQ) != 0)
-            for (int d = 0; d < shape_.dim; ++d)
-                _mm512_store_ps(s_.out[tile][d], _mm512_mul_ps(alpha, _mm512_load_ps(s_.out[tile][d])));
+        __m512 sum = _mm512_load_ps(s_.sum[tile]);
+        if (risen) {
+            const __m512 alpha = exp2(_mm512_sub_ps(before, highest));
+            sum = _mm512_mul_ps(sum, alpha);
+            _mm512_store_ps(s_.max[tile], highest);
+            for (int i = 0; i < heads_; ++i)
+                for (int d = 0; d < shape_.dim; ++d)
+                    _mm512_store_ps(s_.out[tile + i][d], _mm512_mul_ps(alpha, _mm512_load_ps(s_.out[tile + i][d])));
+        }
+        _mm512_store_ps(s_.sum[tile], _mm512_add_ps(sum, _mm512_add_ps(sums[0], sums[1])));
     }
 
-    // Puts minus infinity where a query does not see a key.
+    // Puts the lowest score where a query does not see a key.
     void hide(int tile, int place, std::int64_t first, std::int64_t begin, std::int64_t end, int count) {
         const std::int64_t* position = s_.position[tile];
         const auto [low, high] = std::minmax_element(position, position + kLanes);
@@ -361,7 +353,7 @@ class Job {
             start[lane] = static_cast<std::int32_t>(std::clamp<std::int64_t>(lowest - first, 0, kKeys));
         }
         const __m512i stops = _mm512_load_si512(stop), starts = _mm512_load_si512(start);
-        const __m512 nothing = _mm512_set1_ps(-INFINITY);
+        const __m512 nothing = _mm512_set1_ps(kHidden);
         for (int i = 0; i < count; ++i) {
             const __m512i key = _mm512_set1_epi32(i);
             const __mmask16 hidden = _mm512_cmpge_epi32_mask(key, stops) | _mm512_cmplt_epi32_mask(key, starts);
@@ -412,38 +404,41 @@ class Job {
         }
     }
 
-    void write(const Unit& unit, int head, bf16* out, float* partials) {
+    // The results of one tile, or of one of several heads.
+    void write(const Unit& unit, int place, int head, bf16* out, float* partials) {
         const int width = shape_.dim + 2;
-        for (int tile = 0; tile < tiles_; ++tile) {
-            const __m512 share = _mm512_div_ps(_mm512_set1_ps(1), _mm512_load_ps(s_.sum[tile]));
-            const int lanes = std::min(kLanes, rows_ - tile * kLanes);
-            for (int d = 0; d < shape_.dim; d += kLanes) {
-                __m512i r[kLanes];
-                for (int i = 0; i < kLanes; ++i) {
-                    const __m512 x = _mm512_load_ps(s_.out[tile][d + i]);
-                    r[i] = _mm512_castps_si512(unit.partial < 0 ? _mm512_mul_ps(x, share) : x);
-                }
-                transpose(r);
-                for (int lane = 0; lane < lanes; ++lane) {
-                    const int index = tile * kLanes + lane;
-                    const __m512 x = _mm512_castsi512_ps(r[lane]);
-                    if (unit.partial < 0) {
-                        const std::int64_t token = unit.first_row + index / shape_.repeats;
-                        const int place = index % shape_.repeats * shape_.kv_heads + head;
-                        store(out + (token * shape_.repeats * shape_.kv_heads + place) * shape_.dim + d, x);
-                    } else {
-                        const std::int64_t result = static_cast<std::int64_t>(index) * shape_.kv_heads + head;
-                        _mm512_storeu_ps(partials + unit.partial + result * width + d, x);
-                    }
+        const int tile = heads_ > 1 ? 0 : place;
+        const int first_lane = heads_ > 1 ? place * rows_ : 0;
+        const int first_index = heads_ > 1 ? 0 : place * kLanes;
+        const int count = std::min(kLanes, rows_ - first_index);
+        if (heads_ > 1) head += place;
+        const __m512 share = _mm512_div_ps(_mm512_set1_ps(1), _mm512_load_ps(s_.sum[tile]));
+        for (int d = 0; d < shape_.dim; d += kLanes) {
+            __m512i r[kLanes];
+            for (int i = 0; i < kLanes; ++i) {
+                const __m512 x = _mm512_load_ps(s_.out[place][d + i]);
+                r[i] = _mm512_castps_si512(unit.partial < 0 ? _mm512_mul_ps(x, share) : x);
+            }
+            transpose(r);
+            for (int i = 0; i < count; ++i) {
+                const int index = first_index + i;
+                const __m512 x = _mm512_castsi512_ps(r[first_lane + i]);
+                if (unit.partial < 0) {
+                    const std::int64_t token = unit.first_row + index / shape_.repeats;
+                    const int at = index % shape_.repeats * shape_.kv_heads + head;
+                    store(out + (token * shape_.repeats * shape_.kv_heads + at) * shape_.dim + d, x);
+                } else {
+                    const std::int64_t result = static_cast<std::int64_t>(index) * shape_.kv_heads + head;
+                    _mm512_storeu_ps(partials + unit.partial + result * width + d, x);
                 }
             }
-            if (unit.partial < 0) continue;
-            for (int lane = 0; lane < lanes; ++lane) {
-                const std::int64_t result = static_cast<std::int64_t>(tile * kLanes + lane) * shape_.kv_heads + head;
-                float* at = partials + unit.partial + result * width + shape_.dim;
-                at[0] = s_.max[tile][lane];
-                at[1] = s_.sum[tile][lane];
-            }
+        }
+        if (unit.partial < 0) return;
+        for (int i = 0; i < count; ++i) {
+            const std::int64_t result = static_cast<std::int64_t>(first_index + i) * shape_.kv_heads + head;
+            float* at = partials + unit.partial + result * width + shape_.dim;
+            at[0] = s_.max[tile][first_lane + i];
+            at[1] = s_.sum[tile][first_lane + i];
         }
     }
 
@@ -455,8 +450,10 @@ class Job {
     const std::int64_t q_stride_;
     Scratch& s_;
     float factor_;
-    int rows_ = 0;
+    int rows_ = 0;   // queries of one head
+    int heads_ = 1;  // computed in one vector
     int tiles_ = 0;
+    std::int64_t last_key_ = 0;
 };
 
 Scratch& scratch() {
@@ -497,36 +494,6 @@ void merge(const Plan& plan, std::int64_t index, bf16* out) {
     }
 }
 
-inline float mean_square(const bf16* x, std::int64_t width) {
-    __m512 sum = _mm512_setzero_ps();
-    std::int64_t i = 0;
-    for (; i + kLanes <= width; i += kLanes) {
-        const __m512 v = load(x + i);
-        sum = _mm512_fmadd_ps(v, v, sum);
-    }
-    float total = _mm512_reduce_add_ps(sum);
-    for (; i < width; ++i) {
-        std::uint32_t bits = static_cast<std::uint32_t>(x[i]) << 16;
-        float v;
-        std::memcpy(&v, &bits, 4);
-        total += v * v;
-    }
-    return total / static_cast<float>(width);
-}
-
-// Loads up to sixteen elements, zeros behind them.
-inline __m512 load_some(const bf16* p, __mmask16 mask) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p)), 16));
-}
-
-inline void store_some(bf16* p, __mmask16 mask, __m512 x) {
-    _mm256_mask_storeu_epi16(p, mask, reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
-}
-
-inline __mmask16 lanes_left(std::int64_t left) {
-    return left >= kLanes ? static_cast<__mmask16>(0xffff) : static_cast<__mmask16>((1u << left) - 1);
-}
-
 }  // namespace
 
 void attend(Plan& plan, const Team& team, bool amx, char* arena, const bf16* q, std::int64_t q_stride, const bf16* kv,
@@ -540,7 +507,7 @@ void attend(Plan& plan, const Team& team, bool amx, char* arena, const bf16* q, 
         for (int run = 0; run < 2 * shape.kv_heads; ++run)
             std::memcpy(to + run * shape.run_bytes, from + run * shape.dim, vector_bytes);
     });
-    const std::int64_t jobs = static_cast<std::int64_t>(plan.units.size()) * shape.kv_heads;
+    const std::int64_t jobs = static_cast<std::int64_t>(plan.tasks.size());
     std::atomic<std::int64_t> next{0};
     team.run([&](int) {
         if (amx) tiles_begin();
@@ -548,63 +515,13 @@ void attend(Plan& plan, const Team& team, bool amx, char* arena, const bf16* q, 
         for (;;) {
             const std::int64_t index = next.fetch_add(1, std::memory_order_relaxed);
             if (index >= jobs) break;
-            job.run(plan.units[index / shape.kv_heads], static_cast<int>(index % shape.kv_heads), out,
-                    plan.partials.data());
+            const Task& task = plan.tasks[index];
+            job.run(plan.units[task.unit], task.head, task.heads, out, plan.partials.data());
         }
         if (amx) tiles_end();
     });
     team.share(static_cast<std::int64_t>(plan.merged_rows.size()), 8,
                [&](std::int64_t index) { merge(plan, index, out); });
-}
-
-void rotate(const Team& team, bf16* x, std::int64_t rows, std::int64_t stride, int heads, int dim, const float* cos,
-            const float* sin, const float* weight, float eps) {
-    const int half = dim / 2;
-    team.share(rows, 16, [&](std::int64_t row) {
-        const float* c = cos + row * half;
-        const float* s = sin + row * half;
-        for (int head = 0; head < heads; ++head) {
-            bf16* v = x + row * stride + static_cast<std::int64_t>(head) * dim;
-            const float* w = weight == nullptr ? nullptr : weight + static_cast<std::int64_t>(head) * dim;
-            const __m512 share = _mm512_set1_ps(w == nullptr ? 1 : 1 / std::sqrt(mean_square(v, dim) + eps));
-            for (int i = 0; i < half; i += kLanes) {
-                const __mmask16 mask = lanes_left(half - i);
-                __m512 a = load_some(v + i, mask), b = load_some(v + half + i, mask);
-                if (w != nullptr) {
-                    a = _mm512_mul_ps(_mm512_mul_ps(a, share), _mm512_maskz_loadu_ps(mask, w + i));
-                    b = _mm512_mul_ps(_mm512_mul_ps(b, share), _mm512_maskz_loadu_ps(mask, w + half + i));
-                }
-                const __m512 turn = _mm512_maskz_loadu_ps(mask, c + i), tilt = _mm512_maskz_loadu_ps(mask, s + i);
-                store_some(v + i, mask, _mm512_fmsub_ps(a, turn, _mm512_mul_ps(b, tilt)));
-                store_some(v + half + i, mask, _mm512_fmadd_ps(b, turn, _mm512_mul_ps(a, tilt)));
-            }
-        }
-    });
-}
-
-void add_norm(const Team& team, bf16* stream, const bf16* change, const float* after, const float* weight, bf16* out,
-              std::int64_t rows, std::int64_t width, float eps) {
-    team.share(rows, 8, [&](std::int64_t row) {
-        bf16* x = stream + row * width;
-        if (change != nullptr) {
-            const bf16* d = change + row * width;
-            const __m512 share =
-                _mm512_set1_ps(after == nullptr ? 1 : 1 / std::sqrt(mean_square(d, width) + eps));
-            for (std::int64_t i = 0; i < width; i += kLanes) {
-                const __mmask16 mask = lanes_left(width - i);
-                __m512 v = load_some(d + i, mask);
-                if (after != nullptr) v = _mm512_mul_ps(_mm512_mul_ps(v, share), _mm512_maskz_loadu_ps(mask, after + i));
-                store_some(x + i, mask, _mm512_add_ps(load_some(x + i, mask), v));
-            }
-        }
-        const __m512 share = _mm512_set1_ps(1 / std::sqrt(mean_square(x, width) + eps));
-        bf16* to = out + row * width;
-        for (std::int64_t i = 0; i < width; i += kLanes) {
-            const __mmask16 mask = lanes_left(width - i);
-            const __m512 v = _mm512_mul_ps(_mm512_mul_ps(load_some(x + i, mask), share), _mm512_maskz_loadu_ps(mask, weight + i));
-            store_some(to + i, mask, v);
-        }
-    });
 }
 
 }  // namespace kvist::avx512
@@ -620,12 +537,6 @@ void add_norm(const Team& team, bf16* stream, const bf16* change, const float* a
 // Other processors: `has_avx512` says no, and nobody comes here.
 namespace kvist::avx512 {
 void attend(Plan&, const Team&, bool, char*, const bf16*, std::int64_t, const bf16*, std::int64_t, bf16*) {
-    throw std::logic_error("built without AVX-512");
-}
-void rotate(const Team&, bf16*, std::int64_t, std::int64_t, int, int, const float*, const float*, const float*, float) {
-    throw std::logic_error("built without AVX-512");
-}
-void add_norm(const Team&, bf16*, const bf16*, const float*, const float*, bf16*, std::int64_t, std::int64_t, float) {
     throw std::logic_error("built without AVX-512");
 }
 }  // namespace kvist::avx512

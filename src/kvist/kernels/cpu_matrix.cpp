@@ -1,0 +1,326 @@
+// Products with weights that stay as they are stored: bf16, or the 4-bit and 8-bit codes of GGUF's Q4_0, Q4_1 and Q8_0.
+//
+// A weight of N x K is cut in panels of 32 outputs, a panel in steps of 32 inputs, a step in two tiles of 16 outputs:
+//
+//     panel 0: | step 0: tile of outputs 0-15 | tile of outputs 16-31 | step 1: … |      panel 1: …
+//
+// so that a product reads its weight once, front to back. In bf16 a tile is 16 rows of pairs, the right side that the
+// matrix unit takes. A tile of codes is 32 codes for each of 16 outputs, then their 16 scales and 16 minima in f16:
+//
+//     4 bits   4 vectors of 16 words; word c of vector j holds inputs 8j … 8j+7 of output c, the first in its low bits
+//     8 bits   8 vectors of 16 words; word c of vector j holds inputs 4j … 4j+3 of output c
+//
+// Codes become bf16 a few steps ahead of the product: ``w = scale x code + minimum``, in float32, rounded once. With few
+// rows that happens in every call, and costs less than reading bf16 would; with many it is shared by all of them.
+
+#include "cpu.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16"))), \
+                             apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")
+#endif
+#include <immintrin.h>
+
+#include "cpu_avx512.h"
+
+namespace kvist::avx512 {
+namespace {
+
+constexpr int kStep = 32;             // inputs of a tile
+constexpr int kPanel = 32;            // outputs of a panel
+constexpr int kTileBytes = 1024;      // of a tile in bf16
+constexpr int kAhead = 8;             // steps that are decoded at a time for few rows
+constexpr std::int64_t kRows = 1024;  // rows that share a decoded panel: they stay in the second cache
+
+// ---- weights --------------------------------------------------------------------------------------------------------
+
+// Sixteen words of codes to pairs of bf16: inputs `shift / bits` and the next one of each output.
+template <int kBits>
+inline __m512i pair_of(__m512i words, int shift, __m512 scale, __m512 minimum, __m512i order) {
+    __m512i low, high;
+    if constexpr (kBits == 4) {
+        const __m512i mask = _mm512_set1_epi32(15);
+        low = _mm512_and_si512(_mm512_srli_epi32(words, shift), mask);
+        high = _mm512_and_si512(_mm512_srli_epi32(words, shift + 4), mask);
+    } else {
+        low = _mm512_srai_epi32(_mm512_slli_epi32(words, 24 - shift), 24);
+        high = _mm512_srai_epi32(_mm512_slli_epi32(words, 16 - shift), 24);
+    }
+    const __m512 one = _mm512_fmadd_ps(_mm512_cvtepi32_ps(low), scale, minimum);
+    const __m512 two = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), scale, minimum);
+    return _mm512_permutexvar_epi16(order, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(two, one)));
+}
+
+// Decodes one tile to bf16.
+template <int kBits>
+inline void decode(const std::uint8_t* from, std::uint32_t* to) {
+    alignas(64) static const std::uint16_t kPairs[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                         8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i order = _mm512_load_si512(kPairs);
+    constexpr int vectors = kBits;  // 32 codes of kBits each are so many words
+    const std::uint8_t* factors = from + vectors * 64;
+    const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(factors)));
+    const __m512 minimum = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(factors + 32)));
+    int pair = 0;
+    for (int j = 0; j < vectors; ++j) {
+        const __m512i words = _mm512_loadu_si512(from + j * 64);
+        for (int shift = 0; shift < 32; shift += 2 * kBits)
+            _mm512_store_si512(to + kLanes * pair++, pair_of<kBits>(words, shift, scale, minimum, order));
+    }
+}
+
+inline void decode_steps(const Matrix& m, std::int64_t panel, std::int64_t step, std::int64_t count,
+                         std::uint32_t* to) {
+    const std::uint8_t* from = m.data + (panel * (m.inputs / kStep) + step) * 2 * m.tile_bytes;
+    for (std::int64_t tile = 0; tile < 2 * count; ++tile) {
+        _mm_prefetch(reinterpret_cast<const char*>(from + 8 * m.tile_bytes), _MM_HINT_T0);
+        if (m.bits == 4)
+            decode<4>(from, to);
+        else
+            decode<8>(from, to);
+        from += m.tile_bytes;
+        to += kTileBytes / 4;
+    }
+}
+
+// ---- results --------------------------------------------------------------------------------------------------------
+
+inline __m512 silu(__m512 x) {
+    const __m512 e = exp2(_mm512_mul_ps(_mm512_max_ps(x, _mm512_set1_ps(-80)), _mm512_set1_ps(-1.44269504f)));
+    return _mm512_div_ps(x, _mm512_add_ps(e, _mm512_set1_ps(1)));
+}
+
+inline __m512 gelu_tanh(__m512 x) {
+    const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
+    const __m512 inner = _mm512_mul_ps(_mm512_set1_ps(0.7978845608f),
+                                       _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x));
+    const __m512 half = _mm512_mul_ps(x, _mm512_set1_ps(0.5f));
+    return _mm512_fmadd_ps(half, tanh(_mm512_max_ps(inner, _mm512_set1_ps(-15))), half);
+}
+
+// Rows of a panel's float32 sums to the output: [rows, 32], or 16 where gates are multiplied in.
+void write(const Matrix& m, const float* sums, std::int64_t panel, int rows, void* out, std::int64_t first_row,
+           const float* bias) {
+    const __m512 b0 = bias == nullptr ? _mm512_setzero_ps() : _mm512_loadu_ps(bias + panel * kPanel);
+    const __m512 b1 = bias == nullptr ? _mm512_setzero_ps() : _mm512_loadu_ps(bias + panel * kPanel + kLanes);
+    for (int row = 0; row < rows; ++row) {
+        const __m512 x0 = _mm512_add_ps(_mm512_load_ps(sums + row * kPanel), b0);
+        const __m512 x1 = _mm512_add_ps(_mm512_load_ps(sums + row * kPanel + kLanes), b1);
+        const std::int64_t at = (first_row + row) * m.outputs + panel * kPanel;
+        switch (m.result) {
+            case Matrix::kFloat32:
+                _mm512_storeu_ps(static_cast<float*>(out) + at, x0);
+                _mm512_storeu_ps(static_cast<float*>(out) + at + kLanes, x1);
+                break;
+            case Matrix::kSilu:
+                store(static_cast<bf16*>(out) + at / 2, _mm512_mul_ps(silu(x0), x1));
+                break;
+            case Matrix::kGelu:
+                store(static_cast<bf16*>(out) + at / 2, _mm512_mul_ps(gelu_tanh(x0), x1));
+                break;
+            default:
+                _mm512_storeu_si512(static_cast<bf16*>(out) + at,
+                                    reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(x1, x0)));
+        }
+    }
+}
+
+// ---- products -------------------------------------------------------------------------------------------------------
+
+// Sums [32, 32] (+)= two tiles of rows x `steps` steps of a panel in bf16. `rows` of at most 16 need one tile of rows.
+template <bool kAmx>
+inline void block(float* sums, const bf16* x, std::int64_t stride, const std::uint32_t* panel, std::int64_t steps,
+                  int rows, bool add) {
+    const std::int64_t bytes = 2 * stride;
+    if constexpr (kAmx) {
+        if (add) {
+            TILE_LOAD(0, sums, 128);
+            TILE_LOAD(1, sums + 16, 128);
+        } else {
+            TILE_ZERO(0);
+            TILE_ZERO(1);
+        }
+        if (rows <= kLanes) {
+            for (std::int64_t step = 0; step < steps; ++step) {
+                TILE_LOAD(4, x + step * kStep, bytes);
+                TILE_LOAD(6, panel + step * 512, 64);
+                TILE_LOAD(7, panel + step * 512 + 256, 64);
+                TILE_DOT(0, 4, 6);
+                TILE_DOT(1, 4, 7);
+            }
+        } else {
+            if (add) {
+                TILE_LOAD(2, sums + 512, 128);
+                TILE_LOAD(3, sums + 528, 128);
+            } else {
+                TILE_ZERO(2);
+                TILE_ZERO(3);
+            }
+            for (std::int64_t step = 0; step < steps; ++step) {
+                for (int row = 0; row < 32; ++row)
+                    _mm_prefetch(reinterpret_cast<const char*>(x + (32 + row) * stride + step * kStep), _MM_HINT_T0);
+                TILE_LOAD(4, x + step * kStep, bytes);
+                TILE_LOAD(6, panel + step * 512, 64);
+                TILE_DOT(0, 4, 6);
+                TILE_LOAD(7, panel + step * 512 + 256, 64);
+                TILE_DOT(1, 4, 7);
+                TILE_LOAD(5, x + 16 * stride + step * kStep, bytes);
+                TILE_DOT(2, 5, 6);
+                TILE_DOT(3, 5, 7);
+            }
+            TILE_STORE(2, sums + 512, 128);
+            TILE_STORE(3, sums + 528, 128);
+        }
+        TILE_STORE(0, sums, 128);
+        TILE_STORE(1, sums + 16, 128);
+    } else {
+        // Eight rows and both tiles of outputs at a time: sixteen sums stay in registers.
+        for (int row = 0; row < rows; row += 8) {
+            const int count = std::min(8, rows - row);
+            __m512 left[8], right[8];
+            for (int i = 0; i < count; ++i) {
+                left[i] = add ? _mm512_load_ps(sums + (row + i) * kPanel) : _mm512_setzero_ps();
+                right[i] = add ? _mm512_load_ps(sums + (row + i) * kPanel + kLanes) : _mm512_setzero_ps();
+            }
+            const auto run = [&](auto known) {
+                for (std::int64_t step = 0; step < steps; ++step)
+                    for (int pair = 0; pair < kLanes; ++pair) {
+                        const std::uint32_t* at = panel + step * 512 + pair * kLanes;
+                        const __m512bh b0 = reinterpret_cast<__m512bh>(_mm512_load_si512(at));
+                        const __m512bh b1 = reinterpret_cast<__m512bh>(_mm512_load_si512(at + 256));
+                        const bf16* from = x + row * stride + step * kStep + 2 * pair;
+                        for (int i = 0; i < known(count); ++i) {
+                            int both;
+                            std::memcpy(&both, from + i * stride, 4);
+                            const __m512bh a = reinterpret_cast<__m512bh>(_mm512_set1_epi32(both));
+                            left[i] = _mm512_dpbf16_ps(left[i], a, b0);
+                            right[i] = _mm512_dpbf16_ps(right[i], a, b1);
+                        }
+                    }
+            };
+            if (count == 8)
+                run([](int) { return 8; });
+            else
+                run([](int n) { return n; });
+            for (int i = 0; i < count; ++i) {
+                _mm512_store_ps(sums + (row + i) * kPanel, left[i]);
+                _mm512_store_ps(sums + (row + i) * kPanel + kLanes, right[i]);
+            }
+        }
+    }
+}
+
+struct Work {
+    std::vector<std::uint32_t> memory;
+    alignas(64) float sums[kPanel * kPanel];
+    alignas(64) std::uint32_t ahead[kAhead * 512];
+
+    // A decoded panel, and rows that had to be padded, behind it.
+    std::uint32_t* aligned(std::size_t words) {
+        if (memory.size() < words + 16) memory.resize(words + 16);
+        const auto address = reinterpret_cast<std::uintptr_t>(memory.data());
+        return memory.data() + (64 - address % 64) % 64 / 4;
+    }
+};
+
+Work& work() {
+    static thread_local Work* mine = nullptr;
+    if (mine == nullptr) mine = new Work;
+    return *mine;
+}
+
+// One panel for up to kRows rows.
+template <bool kAmx>
+void panel_product(const Matrix& m, std::int64_t panel, const bf16* x, std::int64_t first, std::int64_t end,
+                   const bf16* tail, void* out, const float* bias) {
+    Work& mine = work();
+    const std::int64_t steps = m.inputs / kStep, rows = end - first;
+    const std::uint32_t* whole = nullptr;
+    if (m.bits == 16) {
+        whole = reinterpret_cast<const std::uint32_t*>(m.data) + panel * steps * 512;
+    } else if (rows > kPanel) {
+        std::uint32_t* decoded = mine.aligned(static_cast<std::size_t>(steps) * 512);
+        decode_steps(m, panel, 0, steps, decoded);
+        whole = decoded;
+    }
+    for (std::int64_t row = first; row < end; row += kPanel) {
+        const int count = static_cast<int>(std::min<std::int64_t>(kPanel, end - row));
+        // Tiles read sixteen or thirty-two rows: those of the last block are padded.
+        const bf16* from = kAmx && count % kLanes != 0 ? tail : x + row * m.inputs;
+        if (whole != nullptr) {
+            block<kAmx>(mine.sums, from, m.inputs, whole, steps, count, false);
+        } else {
+            for (std::int64_t step = 0; step < steps; step += kAhead) {
+                const std::int64_t some = std::min<std::int64_t>(kAhead, steps - step);
+                decode_steps(m, panel, step, some, mine.ahead);
+                block<kAmx>(mine.sums, from + step * kStep, m.inputs, mine.ahead, some, count, step > 0);
+            }
+        }
+        write(m, mine.sums, panel, count, out, row, bias);
+    }
+}
+
+template <bool kAmx>
+void product(const Matrix& m, const Team& team, const bf16* x, std::int64_t rows, void* out, const float* bias) {
+    const std::int64_t panels = m.outputs / kPanel;
+    // The rows of the last block, padded with zeros.
+    static thread_local std::vector<bf16> padded;
+    const std::int64_t left = rows % kPanel;
+    if (kAmx && left % kLanes != 0) {
+        padded.assign(static_cast<std::size_t>(kPanel * m.inputs), 0);
+        std::memcpy(padded.data(), x + (rows - left) * m.inputs, static_cast<std::size_t>(left * m.inputs) * 2);
+    }
+    const bf16* tail = padded.data();
+    const std::int64_t blocks = (rows + kRows - 1) / kRows;
+    // A few panels at a time where each is little work.
+    const std::int64_t grain = std::max<std::int64_t>(1, std::min<std::int64_t>(8, panels / (8 * team.threads())));
+    const std::int64_t runs = (panels + grain - 1) / grain;
+    std::atomic<std::int64_t> next{0};
+    team.run([&](int) {
+        if (kAmx) tiles_begin();
+        for (;;) {
+            const std::int64_t index = next.fetch_add(1, std::memory_order_relaxed);
+            if (index >= blocks * runs) break;
+            const std::int64_t first = index / runs * kRows, panel = index % runs * grain;
+            for (std::int64_t p = panel; p < std::min(panels, panel + grain); ++p)
+                panel_product<kAmx>(m, p, x, first, std::min(rows, first + kRows), tail, out, bias);
+        }
+        if (kAmx) tiles_end();
+    });
+}
+
+}  // namespace
+
+void multiply(const Matrix& m, const Team& team, bool amx, const bf16* x, std::int64_t rows, void* out,
+              const float* bias) {
+    if (amx)
+        product<true>(m, team, x, rows, out, bias);
+    else
+        product<false>(m, team, x, rows, out, bias);
+}
+
+}  // namespace kvist::avx512
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#else
+
+#include <stdexcept>
+
+namespace kvist::avx512 {
+void multiply(const Matrix&, const Team&, bool, const bf16*, std::int64_t, void*, const float*) {
+    throw std::logic_error("built without AVX-512");
+}
+}  // namespace kvist::avx512
+
+#endif
