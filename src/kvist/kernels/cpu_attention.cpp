@@ -129,7 +129,6 @@ class Job {
         const char* keys[kKeys / kLanes];
         for (int g = 0; g < padded; ++g)
             keys[g] = run_of(unit, first + std::min(g, groups - 1) * kLanes, head);
-        fetch(unit, head, first + kKeys);
         if (heads_ > 1) {
             scores_of_heads(keys, padded);
             softmax(0, 0, first, begin, end, padded * kLanes);
@@ -148,16 +147,16 @@ class Job {
         }
     }
 
-    // Asks for the keys and values of the next pass, which lie in blocks here and there.
-    void fetch(const Unit& unit, int head, std::int64_t first) const {
-        const std::int64_t end = std::min(last_key_, first + kKeys);
+    // Asks for one head's sixteen keys and values of the next pass, which lie in blocks here and there.
+    void fetch(const Unit& unit, int head, std::int64_t key) const {
+        if (key >= last_key_) return;
         const std::int64_t bytes = std::int64_t{2} * kLanes * shape_.dim;
-        for (std::int64_t key = first; key < end; key += kLanes)
-            for (int i = 0; i < heads_; ++i)
-                for (int run : {head + i, shape_.kv_heads + head + i}) {
-                    const char* from = run_of(unit, key, run);
-                    for (std::int64_t at = 0; at < bytes; at += 64) _mm_prefetch(from + at, _MM_HINT_T1);
-                }
+        const char* keys = run_of(unit, key, head);
+        const char* values = run_of(unit, key, shape_.kv_heads + head);
+        for (std::int64_t at = 0; at < bytes; at += 64) {
+            _mm_prefetch(keys + at, _MM_HINT_T1);
+            _mm_prefetch(values + at, _MM_HINT_T1);
+        }
     }
 
     // S^T of the queries of several heads, each in its own lanes.
@@ -205,6 +204,7 @@ class Job {
                 const std::int64_t key = first + (g + i) * kLanes;
                 count[i] = static_cast<int>(std::clamp<std::int64_t>(end - key, 0, kLanes));
                 half[i] = count[i] > 0 ? run_of(unit, key, shape_.kv_heads + head) : nullptr;
+                fetch(unit, head, key + kKeys);
             }
             for (int d = 0; d < shape_.dim; d += 32) {
                 __m512i left[kLanes], right[kLanes];

@@ -21,8 +21,10 @@ struct alignas(64) TileConfig {
     std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-inline void tiles_begin() {
-    static const TileConfig config;
+// Tiles 0 to 5 have `rows` rows: sums and left sides. Right sides always have sixteen.
+inline void tiles_begin(int rows = kLanes) {
+    TileConfig config;
+    for (int tile = 0; tile < 6; ++tile) config.rows[tile] = static_cast<std::uint8_t>(rows);
     asm volatile("ldtilecfg %0" ::"m"(config));
 }
 inline void tiles_end() { asm volatile("tilerelease"); }

@@ -7,11 +7,16 @@
 // so that a product reads its weight once, front to back. In bf16 a tile is 16 rows of pairs, the right side that the
 // matrix unit takes. A tile of codes is 32 codes for each of 16 outputs, then their 16 scales and 16 minima in f16:
 //
-//     4 bits   4 vectors of 16 words; word c of vector j holds inputs 8j … 8j+7 of output c, the first in its low bits
+//     4 bits   4 vectors of 16 words; word c of vector j holds inputs 8j … 8j+7 of output c
 //     8 bits   8 vectors of 16 words; word c of vector j holds inputs 4j … 4j+3 of output c
 //
-// Codes become bf16 a few steps ahead of the product: ``w = scale x code + minimum``, in float32, rounded once. With few
-// rows that happens in every call, and costs less than reading bf16 would; with many it is shared by all of them.
+// even inputs in the low half of a word and odd ones in its high half, the first in the lowest bits.
+//
+// Codes become bf16 ahead of the product: ``w = scale x code + minimum``, in float32, rounded once, shared by all rows of
+// a call. For few rows that would be the most of the work. The matrix unit then multiplies with ``128 + code``, which is
+// bf16 after an "and" and an "or", and scales are applied to the sums of a step:
+//
+//     sum += scale x (x (128 + code)) + (minimum - 128 scale) x (sum of the step's x)
 
 #include "cpu.h"
 
@@ -38,21 +43,22 @@ constexpr int kStep = 32;             // inputs of a tile
 constexpr int kPanel = 32;            // outputs of a panel
 constexpr int kTileBytes = 1024;      // of a tile in bf16
 constexpr int kAhead = 8;             // steps that are decoded at a time for few rows
+constexpr std::int64_t kFew = 16;     // rows for which 4-bit weights are not decoded
 constexpr std::int64_t kRows = 1024;  // rows that share a decoded panel: they stay in the second cache
 
 // ---- weights --------------------------------------------------------------------------------------------------------
 
-// Sixteen words of codes to pairs of bf16: inputs `shift / bits` and the next one of each output.
+// Sixteen words of codes to pairs of bf16, from the bits at `shift` of both halves.
 template <int kBits>
 inline __m512i pair_of(__m512i words, int shift, __m512 scale, __m512 minimum, __m512i order) {
     __m512i low, high;
     if constexpr (kBits == 4) {
         const __m512i mask = _mm512_set1_epi32(15);
         low = _mm512_and_si512(_mm512_srli_epi32(words, shift), mask);
-        high = _mm512_and_si512(_mm512_srli_epi32(words, shift + 4), mask);
+        high = _mm512_and_si512(_mm512_srli_epi32(words, shift + 16), mask);
     } else {
         low = _mm512_srai_epi32(_mm512_slli_epi32(words, 24 - shift), 24);
-        high = _mm512_srai_epi32(_mm512_slli_epi32(words, 16 - shift), 24);
+        high = _mm512_srai_epi32(_mm512_slli_epi32(words, 8 - shift), 24);
     }
     const __m512 one = _mm512_fmadd_ps(_mm512_cvtepi32_ps(low), scale, minimum);
     const __m512 two = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), scale, minimum);
@@ -72,7 +78,7 @@ inline void decode(const std::uint8_t* from, std::uint32_t* to) {
     int pair = 0;
     for (int j = 0; j < vectors; ++j) {
         const __m512i words = _mm512_loadu_si512(from + j * 64);
-        for (int shift = 0; shift < 32; shift += 2 * kBits)
+        for (int shift = 0; shift < 16; shift += kBits)
             _mm512_store_si512(to + kLanes * pair++, pair_of<kBits>(words, shift, scale, minimum, order));
     }
 }
@@ -165,8 +171,9 @@ inline void block(float* sums, const bf16* x, std::int64_t stride, const std::ui
                 TILE_ZERO(3);
             }
             for (std::int64_t step = 0; step < steps; ++step) {
-                for (int row = 0; row < 32; ++row)
-                    _mm_prefetch(reinterpret_cast<const char*>(x + (32 + row) * stride + step * kStep), _MM_HINT_T0);
+                // Rows lie far apart, which no prefetcher of the processor follows: ask for the next block's.
+                for (int row = 2 * kLanes; row < 4 * kLanes; ++row)
+                    _mm_prefetch(reinterpret_cast<const char*>(x + row * stride + step * kStep), _MM_HINT_T0);
                 TILE_LOAD(4, x + step * kStep, bytes);
                 TILE_LOAD(6, panel + step * 512, 64);
                 TILE_DOT(0, 4, 6);
@@ -218,10 +225,35 @@ inline void block(float* sums, const bf16* x, std::int64_t stride, const std::ui
     }
 }
 
+// What a product of few rows works in: two steps are decoded ahead, and results wait for two steps.
+struct Few {
+    alignas(64) std::uint32_t codes[4][2][256];
+    alignas(64) float products[4][2][256];
+    alignas(64) float sums[kFew][kPanel];
+};
+
+// One step of a 4-bit panel as ``128 + code`` in bf16.
+inline void raise(const std::uint8_t* from, std::int64_t tile_bytes, std::uint32_t (*to)[256]) {
+    const __m512i mask = _mm512_set1_epi32(0x000f000f), base = _mm512_set1_epi32(0x43004300);
+    for (int tile = 0; tile < 2; ++tile, from += tile_bytes) {
+        _mm_prefetch(reinterpret_cast<const char*>(from + 16 * tile_bytes), _MM_HINT_T0);
+        for (int j = 0; j < 4; ++j) {
+            const __m512i words = _mm512_loadu_si512(from + j * 64);
+            // (words >> shift) & mask | base
+            const auto raised = [&](__m512i shifted) { return _mm512_ternarylogic_epi32(shifted, mask, base, 0xea); };
+            _mm512_store_si512(to[tile] + (4 * j) * kLanes, raised(words));
+            _mm512_store_si512(to[tile] + (4 * j + 1) * kLanes, raised(_mm512_srli_epi32(words, 4)));
+            _mm512_store_si512(to[tile] + (4 * j + 2) * kLanes, raised(_mm512_srli_epi32(words, 8)));
+            _mm512_store_si512(to[tile] + (4 * j + 3) * kLanes, raised(_mm512_srli_epi32(words, 12)));
+        }
+    }
+}
+
 struct Work {
     std::vector<std::uint32_t> memory;
     alignas(64) float sums[kPanel * kPanel];
     alignas(64) std::uint32_t ahead[kAhead * 512];
+    Few few;
 
     // A decoded panel, and rows that had to be padded, behind it.
     std::uint32_t* aligned(std::size_t words) {
@@ -268,6 +300,77 @@ void panel_product(const Matrix& m, std::int64_t panel, const bf16* x, std::int6
     }
 }
 
+// One panel of 4-bit codes for up to kFew rows, on the matrix unit. `step_sums` holds the sum of each row's inputs of a
+// step, [rows, steps].
+void few_rows(const Matrix& m, std::int64_t panel, const bf16* x, int rows, const float* step_sums, void* out,
+              const float* bias) {
+    Work& mine = work();
+    Few& few = mine.few;
+    const std::int64_t steps = m.inputs / kStep, bytes = 2 * m.inputs;
+    const std::uint8_t* from = m.data + panel * steps * 2 * m.tile_bytes;
+    std::memset(few.sums, 0, sizeof(float) * kPanel * static_cast<std::size_t>(rows));
+    const auto decode_step = [&](std::int64_t step) {
+        if (step < steps) raise(from + step * 2 * m.tile_bytes, m.tile_bytes, few.codes[step % 4]);
+    };
+    const auto add_step = [&](std::int64_t step) {
+        const std::uint8_t* factors = from + step * 2 * m.tile_bytes + 256;
+        for (int tile = 0; tile < 2; ++tile, factors += m.tile_bytes) {
+            const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(factors)));
+            const __m512 minimum = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(factors + 32)));
+            const __m512 rest = _mm512_fnmadd_ps(_mm512_set1_ps(128), scale, minimum);
+            for (int row = 0; row < rows; ++row) {
+                const float* product = few.products[step % 4][tile] + row * kLanes;
+                float* sum = few.sums[row] + tile * kLanes;
+                const __m512 x_sum = _mm512_set1_ps(step_sums[row * steps + step]);
+                _mm512_store_ps(sum, _mm512_fmadd_ps(scale, _mm512_load_ps(product),
+                                                     _mm512_fmadd_ps(rest, x_sum, _mm512_load_ps(sum))));
+            }
+        }
+    };
+    decode_step(0);
+    decode_step(1);
+    for (std::int64_t step = 0; step < steps; ++step) {
+        decode_step(step + 2);
+        TILE_LOAD(6, few.codes[step % 4][0], 64);
+        TILE_LOAD(7, few.codes[step % 4][1], 64);
+        TILE_ZERO(0);
+        TILE_ZERO(1);
+        TILE_LOAD(4, x + step * kStep, bytes);
+        TILE_DOT(0, 4, 6);
+        TILE_DOT(1, 4, 7);
+        TILE_STORE(0, few.products[step % 4][0], 64);
+        TILE_STORE(1, few.products[step % 4][1], 64);
+        if (step >= 2) add_step(step - 2);
+    }
+    for (std::int64_t step = std::max<std::int64_t>(0, steps - 2); step < steps; ++step) add_step(step);
+    write(m, few.sums[0], panel, rows, out, 0, bias);
+}
+
+// Few rows of 4-bit weights: tiles are as low as there are rows.
+void product_of_few(const Matrix& m, const Team& team, const bf16* x, int rows, void* out, const float* bias) {
+    static thread_local std::vector<float> sums;
+    const std::int64_t steps = m.inputs / kStep, panels = m.outputs / kPanel;
+    sums.resize(static_cast<std::size_t>(rows * steps));
+    for (int row = 0; row < rows; ++row)
+        for (std::int64_t step = 0; step < steps; ++step) {
+            const bf16* at = x + row * m.inputs + step * kStep;
+            sums[row * steps + step] = _mm512_reduce_add_ps(_mm512_add_ps(load(at), load(at + kLanes)));
+        }
+    const float* step_sums = sums.data();
+    const std::int64_t grain = std::max<std::int64_t>(1, std::min<std::int64_t>(8, panels / (8 * team.threads())));
+    std::atomic<std::int64_t> next{0};
+    team.run([&](int) {
+        tiles_begin(rows);
+        for (;;) {
+            const std::int64_t first = next.fetch_add(grain, std::memory_order_relaxed);
+            if (first >= panels) break;
+            for (std::int64_t panel = first; panel < std::min(panels, first + grain); ++panel)
+                few_rows(m, panel, x, rows, step_sums, out, bias);
+        }
+        tiles_end();
+    });
+}
+
 template <bool kAmx>
 void product(const Matrix& m, const Team& team, const bf16* x, std::int64_t rows, void* out, const float* bias) {
     const std::int64_t panels = m.outputs / kPanel;
@@ -301,7 +404,9 @@ void product(const Matrix& m, const Team& team, const bf16* x, std::int64_t rows
 
 void multiply(const Matrix& m, const Team& team, bool amx, const bf16* x, std::int64_t rows, void* out,
               const float* bias) {
-    if (amx)
+    if (amx && m.bits == 4 && rows <= kFew)
+        product_of_few(m, team, x, static_cast<int>(rows), out, bias);
+    else if (amx)
         product<true>(m, team, x, rows, out, bias);
     else
         product<false>(m, team, x, rows, out, bias);

@@ -56,9 +56,12 @@ void Matrix::pack(const std::uint8_t* codes, const std::uint16_t* scales, const 
                     const std::uint8_t* from = codes + source * inputs + step * 32;
                     for (int vector = 0; vector < bits; ++vector) {
                         std::uint32_t word = 0;
-                        for (int i = 0; i < in_word; ++i)
+                        for (int i = 0; i < in_word; ++i) {
+                            // Pairs of inputs lie in the two halves of a word, so that one shift brings both down.
+                            const int place = i / 2 + i % 2 * in_word / 2;
                             word |= static_cast<std::uint32_t>(from[vector * in_word + i] & ((1 << bits) - 1))
-                                    << (i * bits);
+                                    << (place * bits);
+                        }
                         std::memcpy(to + vector * 64 + lane * 4, &word, 4);
                     }
                     const std::int64_t group = source * (inputs / 32) + step;
