@@ -14,6 +14,7 @@ from gguf import GGUFWriter
 from gguf_files import write_gguf
 from local_hub import COMMIT, LocalHub, local_hub
 from safetensors.numpy import save_file
+from test_spec_gguf import write_parts
 
 from kvist.errors import BadFile, InputError, UnknownModel
 from kvist.spec.model import ModelSpec
@@ -134,6 +135,17 @@ def test_a_gguf_file_is_read_by_its_beginning(hub: LocalHub) -> None:
     assert 2**20 < hub.sent["acme/tiny-GGUF/tiny-Q4_K_M.gguf"] <= 2**21 < path.stat().st_size // 4
     with pytest.raises(BadFile, match="no GGUF file with 'Q2_K' in its name"):
         ModelSpec.read("acme/tiny-GGUF:Q2_K")
+
+
+def test_a_gguf_model_in_several_files(hub: LocalHub, tmp_path: Path) -> None:
+    directory = hub.root / "acme" / "split-GGUF"
+    (directory / "Q8_0").mkdir(parents=True)
+    parts = write_parts(directory / "Q8_0")
+    (directory / "whole.gguf").rename(directory / "whole-mmproj.gguf")
+    assert ModelSpec.read("acme/split-GGUF").weights_by_type == ModelSpec.read(parts[0]).weights_by_type
+    parts[1].unlink()
+    with pytest.raises(BadFile, match=r"Q8_0/model-00002-of-00003\.gguf: the hub does not have this part"):
+        ModelSpec.read("acme/split-GGUF:q8_0")
 
 
 def test_revisions(hub: LocalHub, tiny: Path) -> None:

@@ -126,7 +126,7 @@ def whole_models(names: set[str]) -> list[str]:
     """Of the GGUF files of a directory, one name a model: the first part of several; no projectors of images."""
     first: dict[str, str] = {}
     for name in sorted(names):
-        if name.endswith(".gguf") and not name.lower().startswith("mmproj"):
+        if name.endswith(".gguf") and "mmproj" not in name.rpartition("/")[2].lower():
             match = _PART.fullmatch(name)
             first.setdefault(f"{match['stem']}-of-{match['parts']}" if match else name, name)
     return sorted(first.values())
