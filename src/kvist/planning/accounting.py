@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvist.errors import InputError
+from kvist.planning.deployment import Stage
 from kvist.planning.engines import engine_account
 from kvist.planning.engines.account import EngineAccount, EngineBudget, EngineGroup
 from kvist.planning.fit import Fit
@@ -14,6 +15,9 @@ _SHARING = {
     "vllm": ("tensor_parallel_size", "pipeline_parallel_size"),
     "sglang": ("tp_size", "pp_size"),
 }
+
+# What an engine's own share of a device already leaves room for, and would be counted twice.
+_SET_ASIDE = {"sglang": ("activations", "sampling", "graphs")}
 
 
 def account_of(plan: Plan, fit: Fit, engine: str, settings: Mapping[str, Any] | None) -> EngineAccount:
@@ -26,11 +30,10 @@ def account_of(plan: Plan, fit: Fit, engine: str, settings: Mapping[str, Any] | 
     if engine == "kvist":
         return _kvist(plan, fit, settings)
     machine = fit.deployment.machine
-    fullest = max(fit.deployment.stages, key=lambda stage: stage.weights + stage.overhead(fit.deployment.sampled))
     budget = EngineBudget(
         cache=machine.cache,
         device=machine.memory,
-        taken=fullest.weights + fullest.overhead(fit.deployment.sampled) if machine.cache is None else 0,
+        taken=0 if machine.cache is not None else max(_taken(fit, stage, engine) for stage in fit.deployment.stages),
     )
     chosen = dict(settings or {})
     for key, ranks in zip(_SHARING.get(engine, ()), (machine.tp, machine.pp), strict=False):
@@ -39,6 +42,12 @@ def account_of(plan: Plan, fit: Fit, engine: str, settings: Mapping[str, Any] | 
     return engine_account(
         plan.spec, plan.format, engine=engine, budget=budget, context=fit.demand.context, settings=chosen
     )
+
+
+def _taken(fit: Fit, stage: Stage, engine: str) -> int:
+    """What a device of a stage holds before an engine cuts its cache."""
+    counted = (cost for cost in fit.deployment.costs(stage) if cost.what not in _SET_ASIDE.get(engine, ()))
+    return stage.weights + sum(cost.size for cost in counted)
 
 
 def _kvist(plan: Plan, fit: Fit, settings: Mapping[str, Any] | None) -> EngineAccount:
