@@ -333,8 +333,8 @@ def test_other_engines_account_for_a_device_of_a_plan(engine: str) -> None:
     plan = kvist.plan(FULL / "llama-3.1-8b.json", gpu="H100", engine=engine, context="8k")
     assert plan.engine is not None
     assert plan.capacity is not None
-    # They leave a part of the device alone; what they hold is within a tenth of what would fit.
-    assert plan.engine.cache_tokens == pytest.approx(plan.capacity.cache_tokens, rel=0.15)
+    # vLLM leaves 8 % of the device alone, SGLang about 13 GiB for steps of 8,192 tokens.
+    assert 0.75 < plan.engine.cache_tokens / plan.capacity.cache_tokens < 1
 
 
 @needs_configs
