@@ -217,11 +217,14 @@ def test_the_variable_chooses(monkeypatch):
         cpu()
 
 
-def test_without_the_extension_pytorch_computes(monkeypatch):
+def test_without_the_extension_pytorch_computes_and_says_so_once(monkeypatch, caplog):
     monkeypatch.setattr(cpu_module, "_module", lambda: None)
+    monkeypatch.setattr(cpu_module, "_could", lambda: True)
     cpu_module._chosen.cache_clear()
     monkeypatch.setenv("KVIST_KERNELS", "auto")
     assert cpu() is None
+    assert cpu() is None
+    assert [record.message.startswith("the C++ kernels were not built") for record in caplog.records] == [True]
     monkeypatch.setenv("KVIST_KERNELS", "avx512")
     with pytest.raises(InputError, match="choose one of torch"):
         cpu()

@@ -5,6 +5,7 @@ them, or where the extension was not compiled, PyTorch's operators do the same w
 """
 
 import ctypes
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from kvist.kernels.dense import Scores
 from kvist.kernels.sharing import shared_runs
 from kvist.kernels.spans import Span
 from kvist.store.layouts import PagedKV
+
+_log = logging.getLogger("kvist")
 
 _VARIABLE = "KVIST_KERNELS"
 _CHOICES = ("auto", "amx", "avx512", "torch")
@@ -112,6 +115,11 @@ def _chosen(choice: str, threads: int) -> Cpu | None:
     if choice == "torch":
         return None
     found = _module()
+    if found is None and _could():
+        _log.warning(
+            "the C++ kernels were not built when kvist was installed (no compiler?): PyTorch's operators serve instead, "
+            "and prompts and answers in bf16 take about twice as long"
+        )
     kinds = [] if found is None or not found.has_avx512() else ["avx512"]
     if kinds and choice != "avx512" and found.ask_for_amx():
         kinds.insert(0, "amx")
@@ -124,6 +132,12 @@ def _chosen(choice: str, threads: int) -> Cpu | None:
         return None
     _borrow_threads(found, threads)
     return Cpu(name=kinds[0] if choice == "auto" else choice, module=found)
+
+
+def _could() -> bool:
+    """Whether this processor has what the kernels need, as far as PyTorch tells."""
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return bool(supported and supported())
 
 
 def _module() -> Any:
