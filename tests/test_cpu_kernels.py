@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from fixtures_attention import group_of, make_scene
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize

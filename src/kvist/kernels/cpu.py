@@ -117,8 +117,8 @@ def _chosen(choice: str, threads: int) -> Cpu | None:
     found = _module()
     if found is None and _could():
         _log.warning(
-            "the C++ kernels were not built when kvist was installed (no compiler?): PyTorch's operators serve instead, "
-            "and prompts and answers in bf16 take about twice as long"
+            "the C++ kernels were not built when kvist was installed (no compiler?): PyTorch's operators serve, and "
+            "prompts and answers in bf16 take about twice as long"
         )
     kinds = [] if found is None or not found.has_avx512() else ["avx512"]
     if kinds and choice != "avx512" and found.ask_for_amx():
