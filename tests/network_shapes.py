@@ -29,15 +29,26 @@ _NEMOTRON_MOE |= {"hybrid_override_pattern": "MEM*E"}
 _DELTA = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 12}
 _DELTA |= {"linear_value_head_dim": 10}
 _LFM2 = _PLAIN | {"layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"]}
+_TURNS = {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6}
+_GEMMA4 = _WIDE | _TURNS | {"global_head_dim": 24, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 530}
+_GEMMA4_MOE = _GEMMA4 | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
+_GEMMA4_MOE |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0}
+_GEMMA4_MOE |= {"hidden_size_per_layer_input": 0}
+_V4 = {"hidden_size": 96, "num_attention_heads": 8, "head_dim": 32, "vocab_size": 520, "num_hidden_layers": 5}
+_V4 |= {"moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+_V4 |= {"q_lora_rank": 28, "o_lora_rank": 20, "o_groups": 4, "qk_rope_head_dim": 8, "index_head_dim": 16}
+_V4 |= {"index_n_heads": 4, "num_hash_layers": 2, "compress_ratios": [0, 4, 128, 4, 0], "hc_mult": 4}
 _KDA = {"kda_layers": [1, 2, 3], "full_attn_layers": [4], "head_dim": 16, "num_heads": 6, "short_conv_kernel_size": 4}
 
 CASES: dict[str, list[dict[str, Any]]] = {
     "apertus": [_WIDE],
+    "apertus1p5_text": [_WIDE],
     "arcee": [_WIDE],
     "bamba": [_PLAIN | _MAMBA2 | {"attn_layer_indices": [2]}],
     "bloom": [{"hidden_size": 96, "n_layer": 3, "n_head": 6, "vocab_size": 520}],
     "cohere": [_PLAIN, _PLAIN | {"use_qk_norm": True}],
     "cohere2": [_PLAIN],
+    "cwm": [_WIDE, _WIDE | {"mlp_bias": True}],
     "dbrx": [
         {"d_model": 96, "n_heads": 6, "n_layers": 3, "vocab_size": 520}
         | {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}}
@@ -46,6 +57,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "deepseek_v2": [_LATENT, _LATENT | {"q_lora_rank": None}],
     "deepseek_v3": [_LATENT],
     "deepseek_v32": [_INDEXED],
+    "deepseek_v4": [_V4],
+    "diffllama": [_WIDE, _WIDE | {"attention_bias": True}],
     "dots1": [_MANY | {"n_routed_experts": 8, "first_k_dense_replace": 1, "n_shared_experts": 2}],
     "ernie4_5": [_WIDE, _WIDE | {"use_bias": True}],
     "ernie4_5_moe": [
@@ -53,7 +66,9 @@ CASES: dict[str, list[dict[str, Any]]] = {
         | {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 2}
         | {"moe_layer_start_index": 1}
     ],
+    "exaone": [_WIDE],
     "exaone4": [_WIDE],
+    "exaone_moe": [_MANY | {"first_k_dense_replace": 1, "num_shared_experts": 1}],
     "falcon": [_NEOX, _NEOX | {"multi_query": False, "parallel_attn": False, "bias": True, "alibi": True}],
     "falcon_h1": [
         _WIDE | _MAMBA2 | {"mamba_d_ssm": 192},
@@ -63,6 +78,14 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "gemma": [_WIDE],
     "gemma2": [_WIDE],
     "gemma3_text": [_WIDE],
+    "gemma3n_text": [
+        _WIDE
+        | _TURNS
+        | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 530, "num_kv_shared_layers": 2}
+        | {"laurel_rank": 12}
+    ],
+    "gemma4_text": [_GEMMA4 | {"hidden_size_per_layer_input": 8, "use_double_wide_mlp": True}, _GEMMA4_MOE],
+    "gemma4_unified_text": [_GEMMA4 | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}],
     "glm": [_PADDED],
     "glm4": [_PADDED],
     "glm4_moe": [
@@ -88,6 +111,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "helium": [_PLAIN | {"head_dim": 16}],
     "hunyuan_v1_dense": [_WIDE],
     "hunyuan_v1_moe": [_WIDE | {"num_experts": 8, "moe_topk": 2}],
+    "hy_v3": [_MANY | {"first_k_dense_replace": 1, "num_shared_experts": 1}],
+    "hyperclovax": [_WIDE, _WIDE | {"use_post_norm": False}],
+    "iquestcoder": [_WIDE],
+    "jais2": [_WIDE],
     "jamba": [
         _PLAIN
         | {"num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 8}
@@ -107,7 +134,9 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "mamba": [_MAMBA],
     "mamba2": [_MAMBA | {"num_heads": 12, "head_dim": 16, "n_groups": 2, "expand": 2}],
+    "mellum": [_MANY],
     "mimo_v2_flash": [_MANY | {"v_head_dim": 12, "swa_num_key_value_heads": 4, "n_routed_experts": 8}],
+    "minicpm3": [_LATENT],
     "minimax": [_PLAIN | {"num_local_experts": 4, "num_experts_per_tok": 2}],
     "minimax_m2": [_WIDE | {"num_local_experts": 8, "num_experts_per_tok": 2}],
     "ministral": [_WIDE],
@@ -139,15 +168,21 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "recurrent_gemma": [
         _PLAIN | {"head_dim": 16, "lru_width": 108, "block_types": ["recurrent", "recurrent", "attention"]}
     ],
+    "sarvam_mla": [_LATENT],
+    "sarvam_moe": [_MANY | {"first_k_dense_replace": 1, "n_shared_experts": 1}],
     "seed_oss": [_WIDE],
     "smollm3": [_PADDED],
+    "solar_open": [_MANY | {"n_routed_experts": 8, "n_shared_experts": 1}],
     "stablelm": [_PLAIN, _PLAIN | {"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True}],
     "starcoder2": [_PLAIN, _PLAIN | {"use_bias": False}],
+    "vaultgemma": [_WIDE],
+    "youtu": [_LATENT],
 }
 
 # Counted, but not built here: families that publish their own code, names under which others are nested, and LongCat,
 # of whose experts transformers builds those that do nothing too.
 UNBUILT = {
-    "baichuan", "internlm2", "kimi_k2", "longcat_flash", "minicpm", "minimax_text_01", "orion", "qwen2_5_vl",
-    "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
+    "Yi", "aquila", "baichuan", "deepseek", "gpt-sw3", "internlm2", "kimi_k2", "longcat_flash", "minicpm",
+    "minimax_text_01", "orion", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
+    "skywork", "xverse",
 }  # fmt: skip

@@ -214,6 +214,7 @@ def _with_head(net: Network, keys: Keys, vocab: int, width: int, *, tied: bool) 
 CLASSIC: dict[str, Callable[[Keys], Inventory]] = {
     "bloom": _bloom,
     "falcon": _falcon,
+    "gpt-sw3": _gpt2,
     "gpt2": _gpt2,
     "gpt_bigcode": _gpt2,
     "gpt_neox": _gpt_neox,

@@ -57,7 +57,7 @@ class Style:
     attention: Callable[[Network, Keys, "Style", int], None] | None = None
     feed_forward: Callable[[Network, Keys, "Style"], None] | None = None
     dense: Callable[[Keys, int], bool] | None = None
-    extra: Callable[[Network], None] | None = None
+    extra: Callable[[Network, Keys], None] | None = None
 
 
 def decoder(keys: Keys, style: Style) -> Inventory:
@@ -79,7 +79,7 @@ def decoder(keys: Keys, style: Style) -> Inventory:
         for number in range(style.norms):
             net.norm(_NORMS[number], hidden, bias=style.norm_bias)
         if style.extra is not None:
-            style.extra(net)
+            style.extra(net, keys)
     return finish(net, keys, style)
 
 
@@ -168,9 +168,16 @@ def _of(style: Style) -> Callable[[Keys], Inventory]:
     return lambda keys: decoder(keys, style)
 
 
-def _xielu(net: Network) -> None:
+def _xielu(net: Network, keys: Keys) -> None:
     """The two learned numbers of Apertus' activation, and the two fixed ones stored beside them."""
     net.add("mlp.act_fn", 4)
+
+
+def _lambdas(net: Network, keys: Keys) -> None:
+    """What differential attention weighs its two halves with."""
+    net.part("self_attn", block="attention")
+    for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+        net.add(name, heads_of(keys).width)
 
 
 _ATTENTION_BIAS: Switch = ("attention_bias", False)
@@ -180,15 +187,23 @@ _LLAMA = Style(qkv_bias=_ATTENTION_BIAS, out_bias=_ATTENTION_BIAS, mlp_bias=_MLP
 _QWEN2 = Style(qkv_bias=True)
 _QWEN3 = Style(qkv_bias=_ATTENTION_BIAS, out_bias=_ATTENTION_BIAS, query_norm="head")
 _GEMMA = Style(qkv_bias=_ATTENTION_BIAS, out_bias=_ATTENTION_BIAS, tied=True)
+_NEMOTRON = replace(_LLAMA, gated=False, norm_bias=True)
+_JAIS_BIAS = ("attention_bias", True)
 _STARCODER = ("use_bias", True)
 
 DECODERS: dict[str, Callable[[Keys], Inventory]] = {
+    "Yi": _of(_LLAMA),
     "apertus": _of(replace(_LLAMA, gated=False, query_norm="head", extra=_xielu)),
+    "apertus1p5": _of(replace(_LLAMA, gated=False, query_norm="head", extra=_xielu)),
+    "aquila": _of(_LLAMA),
     "arcee": _of(replace(_LLAMA, gated=False)),
     "baichuan": _of(Style()),
     "cohere": _of(replace(_GEMMA, norms=1, query_norm="heads", query_norm_if=("use_qk_norm", False))),
     "cohere2": _of(replace(_GEMMA, norms=1)),
+    "cwm": _of(Style(mlp_bias=_MLP_BIAS)),
+    "diffllama": _of(replace(_LLAMA, mlp_bias=False, extra=_lambdas)),
     "ernie4_5": _of(Style(qkv_bias=_USE_BIAS, out_bias=_USE_BIAS, mlp_bias=_USE_BIAS, tied=True)),
+    "exaone": _of(_LLAMA),
     "exaone4": _of(Style(query_norm="head")),
     "gemma": _of(_GEMMA),
     "gemma2": _of(replace(_GEMMA, norms=4)),
@@ -198,13 +213,18 @@ DECODERS: dict[str, Callable[[Keys], Inventory]] = {
     "granite": _of(_LLAMA),
     "helium": _of(_LLAMA),
     "hunyuan_v1_dense": _of(replace(_QWEN3)),
+    "hyperclovax": lambda keys: decoder(
+        keys, replace(_LLAMA, norms=4 if keys.flag("use_post_norm", default=True) else 2)
+    ),
     "internlm2": _of(Style(qkv_bias=("bias", False), out_bias=("bias", False))),
+    "iquestcoder": _of(_LLAMA),
+    "jais2": _of(replace(_NEMOTRON, qkv_bias=_JAIS_BIAS, out_bias=_JAIS_BIAS, mlp_bias=("mlp_bias", True))),
     "llama": _of(_LLAMA),
     "minicpm": _of(Style(tied=True)),
     "ministral": _of(Style()),
     "ministral3": _of(Style()),
     "mistral": _of(Style()),
-    "nemotron": _of(replace(_LLAMA, gated=False, norm_bias=True)),
+    "nemotron": _of(_NEMOTRON),
     "olmo": _of(Style(qkv_bias=_ATTENTION_BIAS, out_bias=_ATTENTION_BIAS, norms=0, final_norm=False)),
     "olmo2": _of(replace(_LLAMA, query_norm="full", mlp_bias=False)),
     "olmo3": _of(replace(_LLAMA, query_norm="full", mlp_bias=False)),
@@ -221,12 +241,15 @@ DECODERS: dict[str, Callable[[Keys], Inventory]] = {
     "seed_oss": _of(
         Style(qkv_bias=("attention_bias", True), out_bias=("attention_out_bias", False), mlp_bias=_MLP_BIAS)
     ),
+    "skywork": _of(_LLAMA),
     "smollm3": _of(replace(_LLAMA, tied=True)),
     "stablelm": _parallel_norms(
         Style(
             qkv_bias=("use_qkv_bias", False), norm_bias=True, query_norm="heads", query_norm_if=("qk_layernorm", False)
         )
     ),
+    "vaultgemma": _of(_GEMMA),
+    "xverse": _of(_LLAMA),
     "starcoder2": _of(
         Style(qkv_bias=_STARCODER, out_bias=_STARCODER, mlp_bias=_STARCODER, gated=False, norm_bias=True, tied=True)
     ),

@@ -102,7 +102,12 @@ def _deepseek(*, correction: bool, style: Style) -> Callable[[Keys], Inventory]:
 
     def feed_forward(net: Network, keys: Keys, style: Style) -> None:
         width = keys.whole("moe_intermediate_size")
-        experts(net, keys, correction=correction, shared=width * keys.whole("n_shared_experts", default=0))
+        experts(
+            net,
+            keys,
+            correction=correction,
+            shared=width * keys.whole("n_shared_experts", "num_shared_experts", default=0),
+        )
 
     return lambda keys: decoder(keys, replace(style, feed_forward=feed_forward, dense=_first_dense))
 
@@ -284,6 +289,7 @@ _QWEN3 = _of(replace(_BIASED, query_norm="head", feed_forward=qwen_experts, dens
 
 EXPERTS: dict[str, Callable[[Keys], Inventory]] = {
     "dbrx": _dbrx,
+    "deepseek": _deepseek(correction=False, style=_BIASED),
     "deepseek_v2": _deepseek(correction=False, style=_LATENT),
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": _SPARSE,
@@ -299,6 +305,7 @@ EXPERTS: dict[str, Callable[[Keys], Inventory]] = {
             dense=_ernie_dense,
         )
     ),
+    "exaone_moe": _deepseek(correction=True, style=Style(query_norm="head")),
     "glm4_moe": _deepseek(
         correction=True, style=Style(qkv_bias=_BIAS, query_norm="head", query_norm_if=("use_qk_norm", False))
     ),
@@ -314,15 +321,22 @@ EXPERTS: dict[str, Callable[[Keys], Inventory]] = {
     ),
     "granitemoe": _of(replace(_BIASED, feed_forward=_granite)),
     "granitemoeshared": _of(replace(_BIASED, feed_forward=_granite)),
+    "hy_v3": _deepseek(correction=True, style=replace(_BIASED, query_norm="head")),
     "hunyuan_v1_moe": _of(replace(_BIASED, query_norm="head", feed_forward=_hunyuan)),
     "kimi_k2": _DEEPSEEK,
     "llama4_text": _llama4,
     "longcat_flash": _longcat,
     "mimo_v2_flash": _of(Style(qkv_bias=_BIAS, attention=_mimo_attention, feed_forward=_mimo, dense=_mimo_dense)),
+    "mellum": _QWEN3,
+    "minicpm3": _of(replace(_LATENT, mlp_bias=("mlp_bias", False), tied=True)),
     "minimax_m2": _of(Style(query_norm="full", query_norm_if=("use_qk_norm", True), feed_forward=_minimax_m2)),
     "mixtral": _of(Style(feed_forward=_mixtral)),
     "olmoe": _of(replace(_BIASED, query_norm="full", feed_forward=_plain)),
     "phimoe": _of(replace(_BIASED, norm_bias=True, head_bias=("lm_head_bias", False), feed_forward=_mixtral)),
+    "sarvam_mla": _DEEPSEEK,
+    "sarvam_moe": _deepseek(correction=True, style=Style(qkv_bias=_BIAS, query_norm="head")),
+    "solar_open": _deepseek(correction=True, style=Style(qkv_bias=_BIAS)),
+    "youtu": _of(replace(_LATENT, tied=True)),
     "qwen2_moe": _of(Style(qkv_bias=("qkv_bias", True), feed_forward=qwen_experts, dense=qwen_dense)),
     "qwen3_moe": _QWEN3,
     "qwen3_vl_moe": _QWEN3,

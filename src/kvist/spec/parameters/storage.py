@@ -137,6 +137,9 @@ def storage_of(config: Mapping[str, Any], weights: str | None) -> Storage:
             return Storage(rest=codec, source="--weights")
         return Storage(rest=rest, groups=((codec, _only_linear),), source="--weights", assumed_type=assumed)
     scheme = config.get("quantization_config")
+    if isinstance(scheme, Mapping) and config.get("expert_dtype") == "fp4":
+        groups = ((_MXFP4, _takes(["Linear"], [], only_experts=True)), *_groups(scheme))
+        return Storage(rest=rest, groups=groups, source="quantization_config", assumed_type=assumed)
     if not isinstance(scheme, Mapping):
         return Storage(rest=rest, source="dtype", assumed_type=assumed)
     return Storage(rest=rest, groups=_groups(scheme), source="quantization_config", assumed_type=assumed)
@@ -279,6 +282,9 @@ def _config_groups(
         targets = _names(group, "targets") or ["Linear"]
         only_experts = scheme.get("quant_algo") == "MIXED_PRECISION" and "moe_quant_algo" in scheme
         found.append((_group_codec(weights), _takes(targets, ignored, only_experts=only_experts)))
+    if scheme.get("quant_algo") == "MIXED_PRECISION" and scheme.get("quant_method") == "fp8":
+        # What the groups leave alone is what the checkpoint was before: fp8.
+        found.append((_fp8(scheme), _takes(["Linear"], [], only_experts=False)))
     return tuple(found)
 
 
