@@ -137,7 +137,7 @@ def storage_of(config: Mapping[str, Any], weights: str | None) -> Storage:
             return Storage(rest=codec, source="--weights")
         return Storage(rest=rest, groups=((codec, _only_linear),), source="--weights", assumed_type=assumed)
     scheme = config.get("quantization_config")
-    if isinstance(scheme, Mapping) and config.get("expert_dtype") == "fp4":
+    if isinstance(scheme, Mapping) and config.get("expert_dtype") == "fp4" and "config_groups" not in scheme:
         groups = ((_MXFP4, _takes(["Linear"], [], only_experts=True)), *_groups(scheme))
         return Storage(rest=rest, groups=groups, source="quantization_config", assumed_type=assumed)
     if not isinstance(scheme, Mapping):
