@@ -58,9 +58,8 @@ def test_gemma_costs_18_kib_until_its_window_and_3_after() -> None:
 def test_unknown_names_list_the_nearest() -> None:
     with pytest.raises(UnknownModel, match="nearest: gemma-3-270m"):
         known_model("gemma3-27m")
-    for name in ("qqqqqqqq", "llama-3-8b"):
-        with pytest.raises(UnknownModel, match=f"known are {', '.join(KNOWN)}"):
-            known_model(name)
+    with pytest.raises(UnknownModel, match="[0-9]{3} are known: kvist models"):
+        known_model("qqqqqqqq")
 
 
 @pytest.mark.parametrize("name", ["./nothing", "a/b/c", "nothing.gguf", "nothing.json", "~/nothing/at/all", "/nothing"])

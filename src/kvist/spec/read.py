@@ -1,22 +1,25 @@
-"""From what a user names to a :class:`ModelSpec`: a file, a directory, a known name or a hub id.
+"""From what a user names to a :class:`ModelSpec`: a file, a directory, a name of the gallery or a hub id.
 
-In this order: a path to a ``config.json``, a model directory, a ``.gguf`` file, a known name, ``organisation/name``
-on a hub.
+In this order: a path to a ``config.json``, a model directory, a ``.gguf`` file, a name, ``organisation/name`` on a hub.
 """
 
 import errno
 import re
 import stat
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvist.errors import BadFile, UnknownModel
 from kvist.spec.described import checked, describe_config, described
 from kvist.spec.families import read_config
 from kvist.spec.files import not_regular
-from kvist.spec.known import KnownModel, known_model
+from kvist.spec.known import KnownModel, find_known
 from kvist.spec.model import ModelSpec
+
+if TYPE_CHECKING:
+    from kvist.spec.gallery import GalleryModel
 
 _CONFIG = "config.json"
 
@@ -141,15 +144,22 @@ def _gguf(path: Path, assume: Mapping[str, Any]) -> ModelSpec:
 
 
 def _named(text: str, assume: Mapping[str, Any]) -> ModelSpec:
-    try:
-        return _known(known_model(text), assume)
-    except UnknownModel as unknown:
-        from kvist.spec.hub import hub_name, read_hub
+    known = find_known(text)
+    if known is not None:
+        return _known(known, assume)
+    from kvist.spec.gallery import gallery_model
 
-        name = hub_name(text)
-        if name is None:
-            raise
-        return read_hub(name, assume, unknown=unknown)
+    listed = gallery_model(text)
+    if listed is not None:
+        return read_gallery(listed, assume)
+    from kvist.spec.gallery.nearest import unknown_model
+    from kvist.spec.hub import hub_name, read_hub
+
+    unknown = unknown_model(text)
+    name = hub_name(text)
+    if name is None:
+        raise unknown
+    return read_hub(name, assume, unknown=unknown)
 
 
 def _known(known: KnownModel, assume: Mapping[str, Any]) -> ModelSpec:
@@ -161,6 +171,25 @@ def _known(known: KnownModel, assume: Mapping[str, Any]) -> ModelSpec:
         weights_by_type=known.weights_by_type,
         exact=not assume,
     )
+
+
+def read_gallery(model: "GalleryModel", assume: Mapping[str, Any] | None = None) -> ModelSpec:
+    """Read a model of the gallery; ``assume`` and errors as :func:`read_model`.
+
+    What it weighs is left out where keys are overridden, as they may change it.
+    """
+    from kvist.spec.gallery import IMMATERIAL
+
+    reading = checked(model.config, assume or {}, file=model.name)
+    material = tuple(entry for entry in reading.assumed if entry.key not in IMMATERIAL)
+    spec = described(
+        replace(reading, assumed=material),
+        name=model.name,
+        source=f"gallery: {model.source}",
+        parameters=None if assume else model.parameters,
+        exact=not assume,
+    )
+    return spec if assume else replace(spec, weights_bytes=model.weights_bytes)
 
 
 def _looks_like_path(text: str) -> bool:
