@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 
+from kvist.errors import InputError
 from kvist.planning.explain_layers import config_keys, explain_vectors, terms_of
 from kvist.planning.explained import Explained
 from kvist.planning.plan import Plan
+from kvist.planning.weights import weights_of
 
 
 def explain(plan: Plan) -> list[Explained]:
@@ -98,13 +100,16 @@ def _apart(plan: Plan) -> Iterator[Explained]:
 
 
 def _weights(plan: Plan) -> Iterator[Explained]:
-    if plan.weights is not None:
-        yield Explained(
-            what="weights",
-            value=plan.weights.total,
-            formula=_sum(f"{size:,} {kind}" for kind, size in plan.weights.by_type.items()),
-            source=plan.weights.source,
-        )
+    try:
+        weights = plan.weights or weights_of(plan.spec)
+    except InputError:
+        return
+    yield Explained(
+        what="weights",
+        value=weights.total,
+        formula=_sum(f"{size:,} {kind}" for kind, size in weights.by_type.items()),
+        source=weights.source,
+    )
 
 
 def _sum(parts: Iterable[str]) -> str:

@@ -125,7 +125,7 @@ def plan(
         return result
     cutting = _cutting(result, block_tokens, chunk)
     demand = _demand(spec, cutting, context, lengths, shared_prefix)
-    result = replace(result, notes=(*result.notes, *_demand_notes(demand)))
+    result = replace(result, notes=(*result.notes, *_demand_notes(spec, demand)))
     if not from_memory:
         assert weighed is not None
         assert users is not None
@@ -140,7 +140,9 @@ def plan(
 
 
 def _weigh(spec: ModelSpec, codec: str | None, *, needed: bool) -> "Weights | None":
-    """The weights, where they are known; an error only where they are needed."""
+    """The weights, where they are known and not yet told; an error only where they are needed."""
+    if codec is None and not needed and spec.weights_bytes is not None:
+        return None
     from kvist.planning.weights import weights_of
 
     try:
@@ -204,11 +206,13 @@ def _demand(
     return MixedLengths(cutting=cutting, mix=Mix.of(read_lengths(lengths), limit=limit, shared=shared))
 
 
-def _demand_notes(demand: "Demand") -> tuple[str, ...]:
+def _demand_notes(spec: ModelSpec, demand: "Demand") -> tuple[str, ...]:
+    notes = []
+    if demand.limit > spec.max_context:
+        notes.append(f"the longest context of {spec.name} is not published; {spec.max_context:,} tokens are assumed")
     mix = demand.mix
     if mix is None:
-        return ()
-    notes = []
+        return tuple(notes)
     if mix.dropped:
         every = mix.dropped + len(mix.requests)
         notes.append(
@@ -351,6 +355,12 @@ def _context(spec: ModelSpec, context: int | str | None) -> int:
     if context is None:
         return min(DEFAULT_CONTEXT, spec.max_context)
     count = parse_tokens(context, key="context")
-    if not 1 <= count <= spec.max_context:
-        raise InputError(f"context: {count} tokens; {spec.name} allows 1 to {spec.max_context}", key="context")
+    # A limit that nobody published keeps nobody out.
+    most = spec.max_context if _limit_is_published(spec) else MAX_TOKENS
+    if not 1 <= count <= most:
+        raise InputError(f"context: {count} tokens; {spec.name} allows 1 to {most}", key="context")
     return count
+
+
+def _limit_is_published(spec: ModelSpec) -> bool:
+    return all(entry.key != "max_position_embeddings" for entry in spec.assumed)
