@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from network_shapes import CASES, UNBUILT
 
 import kvist
@@ -254,3 +256,29 @@ def test_experts_are_read_as_far_as_a_batch_is_sent_to_them() -> None:
 
 def test_the_configurations_are_plain_data() -> None:
     assert json.loads(json.dumps(CASES)) == CASES
+
+
+NONSENSE: tuple[Any, ...] = (
+    None, 0, -1, 3, 2**40, 2**80, "x", "", [], [1, 2], ["a"], {}, {"a": 1}, True, 1.5, float("inf"), float("nan"),
+)  # fmt: skip
+
+
+@settings(max_examples=400)
+@given(st.sampled_from(sorted(CASES)), st.integers(0, 10**6), st.sampled_from(NONSENSE))
+def test_nonsense_in_a_configuration_is_weighed_or_refused(family: str, place: int, value: Any) -> None:
+    try:
+        spec = read_description({"model_type": family} | CASES[family][0], name=family)
+    except kvist.KvistError:
+        return
+    keys = sorted(spec.config)
+    broken = {**spec.config, keys[place % len(keys)]: value}
+    try:
+        found = inventory_of(broken, spec.layers)
+        sizes = [storage_of(broken, None).sizes(tensor) for tensor in found.tensors]
+    except kvist.KvistError as error:
+        said = str(error)
+    else:
+        said = "weighed"
+        assert found.parameters > 0
+        assert all(stored.size > 0 for tensor in sizes for stored in tensor.values())
+    assert "\n" not in said

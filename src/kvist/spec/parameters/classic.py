@@ -41,7 +41,7 @@ def _blocks(
 
 def _gpt2(keys: Keys) -> Inventory:
     """GPT-2, and GPT-BigCode with one KV head."""
-    hidden, layers = keys.whole("n_embd", "hidden_size"), keys.whole("n_layer", "num_hidden_layers")
+    hidden, layers = keys.whole("n_embd", "hidden_size"), len(keys.layers)
     heads, vocab = keys.whole("n_head", "num_attention_heads", least=1), keys.whole("vocab_size")
     inner = keys.whole("n_inner", "intermediate_size", default=4 * hidden)
     one = keys.family == "gpt_bigcode" and keys.flag("multi_query", default=True)
@@ -64,7 +64,7 @@ def _gpt_neox(keys: Keys) -> Inventory:
     net.add("embed_in", vocab, hidden, role="embedding", units=vocab)
     _blocks(
         net,
-        keys.whole("num_hidden_layers"),
+        len(keys.layers),
         hidden=hidden,
         heads=heads,
         kv_heads=heads,
@@ -84,7 +84,7 @@ def _gptj(keys: Keys) -> Inventory:
     net.add("wte", vocab, hidden, role="embedding", units=vocab)
     _blocks(
         net,
-        keys.whole("n_layer"),
+        len(keys.layers),
         hidden=hidden,
         heads=heads,
         kv_heads=heads,
@@ -113,7 +113,7 @@ def _opt(keys: Keys) -> Inventory:
         net.linear("project_out", width, hidden)
     _blocks(
         net,
-        keys.whole("num_hidden_layers"),
+        len(keys.layers),
         hidden=hidden,
         heads=heads,
         kv_heads=heads,
@@ -138,7 +138,7 @@ def _bloom(keys: Keys) -> Inventory:
     net.norm("word_embeddings_layernorm", hidden, bias=True)
     _blocks(
         net,
-        keys.whole("n_layer", "num_hidden_layers"),
+        len(keys.layers),
         hidden=hidden,
         heads=heads,
         kv_heads=heads,
@@ -160,7 +160,7 @@ def _mpt(keys: Keys) -> Inventory:
     net.add("wte", vocab, hidden, role="embedding", units=vocab)
     _blocks(
         net,
-        keys.whole("n_layers", "num_hidden_layers"),
+        len(keys.layers),
         hidden=hidden,
         heads=heads,
         kv_heads=heads,
@@ -189,7 +189,7 @@ def _falcon(keys: Keys) -> Inventory:
     net.add("word_embeddings", vocab, hidden, role="embedding", units=vocab)
     _blocks(
         net,
-        keys.whole("num_hidden_layers", "n_layer"),
+        len(keys.layers),
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,

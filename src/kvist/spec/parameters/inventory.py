@@ -264,5 +264,11 @@ class Network:
             self.add(f"{name}.bias", width, role="norm", units=units)
 
     def inventory(self, *, tied: bool, beside: Iterable[str] = ()) -> Inventory:
-        """Everything that was gathered."""
+        """Everything that was gathered.
+
+        Raises:
+            UnsupportedModel: there is no table of words.
+        """
+        if not any(tensor.role == "embedding" for tensor in self.tensors):
+            raise UnsupportedModel("the weights cannot be counted: they have no table of words", key="vocab_size")
         return Inventory(tensors=tuple(self.tensors), layers=self.count, tied=tied, beside=tuple(beside))
