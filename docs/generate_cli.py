@@ -16,8 +16,9 @@ Written by `docs/generate_cli.py` from the commands' own `--help`; do not edit.
 
 Sizes are `512MiB`, `40GiB` (binary), `80GB` (decimal) or plain bytes; token counts are `8k` (8192), `1M` (1048576)
 or plain numbers. `--json` prints one JSON object on standard output and nothing else there. Exit codes: 0 done,
-1 our own failure, 2 the input or the call is wrong, 3 it does not fit, 130 interrupted. An error is one line on
-standard error that says what, the value, and what would be right; `KVIST_DEBUG=1` shows the traceback too.
+1 our own failure, 2 the input or the call is wrong, 3 it does not fit (`kvist check`: log and plan differ),
+130 interrupted. An error is one line on standard error that says what, the value, and what would be right;
+`KVIST_DEBUG=1` shows the traceback too.
 
 `--memory` means what a machine has to give in `kvist plan`, weights and cache together, and what the cache gets in
 `kvist generate` and `kvist serve`, which load the weights beside it. `kvist plan --cache-memory` is the latter.

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from kvist._version import __version__
 from kvist.cli_streams import drop_output, finish_output, is_output_error, prepare_streams
 from kvist.cli_values import in_options, join_negatives
+from kvist.commands.check import add_check
 from kvist.commands.engine import add_generate, add_serve
 from kvist.commands.listings import add_formats, add_gpus, add_models
 from kvist.commands.plan import add_plan
@@ -163,6 +164,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvist {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, prog="kvist")
-    for add in (add_plan, add_models, add_formats, add_gpus, add_generate, add_serve):
+    for add in (add_plan, add_check, add_models, add_formats, add_gpus, add_generate, add_serve):
         add(commands)
     return parser
