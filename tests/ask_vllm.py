@@ -52,29 +52,32 @@ def ask_model(case: dict[str, Any], rank: int = 0, port: int | None = None) -> d
 
     args = dict(case["args"])
     ranks = args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1)
+    # Some classes read the folder again while they are built.
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(case["config"]))
         asked = EngineArgs(
             model=folder, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", enforce_eager=True, **args
         ).create_engine_config(UsageContext.LLM_CLASS)
-    with set_current_vllm_config(asked):
-        if not torch.distributed.is_initialized():
-            init_distributed_environment(ranks, rank, f"tcp://127.0.0.1:{port or free_port()}", rank, "gloo")
-        parallel_state.destroy_model_parallel()
-        ensure_model_parallel_initialized(args.get("tensor_parallel_size", 1), args.get("pipeline_parallel_size", 1))
-        build(asked)
-        current_platform.update_block_size_for_backend(asked)
-        specs = layer_specs(asked)
-        gathered: list[Any] = [None] * ranks
-        if ranks > 1:
-            torch.distributed.all_gather_object(gathered, specs)
-        else:
-            gathered = [specs]
-        try:
-            configs = kv_cache_utils.get_kv_cache_configs(asked, gathered, [case["memory"]] * ranks)
-        except ValueError as refusal:
-            return {"refused": str(refusal)}
-        return answer_of(configs[0], configs[0].kv_cache_groups, asked)
+        with set_current_vllm_config(asked):
+            if not torch.distributed.is_initialized():
+                init_distributed_environment(ranks, rank, f"tcp://127.0.0.1:{port or free_port()}", rank, "gloo")
+            parallel_state.destroy_model_parallel()
+            ensure_model_parallel_initialized(
+                args.get("tensor_parallel_size", 1), args.get("pipeline_parallel_size", 1)
+            )
+            build(asked)
+            current_platform.update_block_size_for_backend(asked)
+            specs = layer_specs(asked)
+            gathered: list[Any] = [None] * ranks
+            if ranks > 1:
+                torch.distributed.all_gather_object(gathered, specs)
+            else:
+                gathered = [specs]
+            try:
+                configs = kv_cache_utils.get_kv_cache_configs(asked, gathered, [case["memory"]] * ranks)
+            except ValueError as refusal:
+                return {"refused": str(refusal)}
+            return answer_of(configs[0], configs[0].kv_cache_groups, asked)
 
 
 def build(asked: Any) -> None:

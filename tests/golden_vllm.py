@@ -245,7 +245,7 @@ ASKED: dict[str, Asked] = {
         num_blocks=539, block_bytes=1990656, tokens=68992, concurrency=8.421875,
     ),
     "whisper": Asked(
-        changed=INLINE["whisper"], args={"max_model_len": 448}, gib=1,
+        changed=INLINE["whisper"], without=("hidden_size",), args={"max_model_len": 448}, gib=1,
         num_blocks=1365, block_bytes=786432, tokens=16986, concurrency=37.916666666666664,
     ),
     "gemma4-fp8": Asked(

@@ -13,10 +13,7 @@ def print_check(check: LogCheck) -> None:
     found, planned = _flat(check.found), _flat(check.planned)
     print_table(
         (Column(title=check.engine), Column(title="log", number=True), Column(title="plan", number=True)),
-        [
-            (_label(key), _shown(key, found), _shown(key, planned))
-            for key in dict.fromkeys((*found, *planned))
-        ],
+        [(_label(key), _shown(key, found), _shown(key, planned)) for key in dict.fromkeys((*found, *planned))],
     )
     settings = ", ".join(f"{key}={value}" for key, value in check.found.get("settings", {}).items())
     verdict = "agree" if check.agrees else f"differ by {_difference(check.difference_bytes)}"
