@@ -255,7 +255,8 @@ def _longcat(keys: Keys) -> Inventory:
     net = Network()
     net.outside("model")
     net.add("embed_tokens", vocab, hidden, role="embedding", units=vocab)
-    net.layer("model.layers.#", range(keys.whole("num_layers")))
+    # Each of a layer's attentions has a cache of its own.
+    net.layer("model.layers.#", range(min(keys.whole("num_layers"), len(keys.layers))))
     for half in ("0", "1"):
         net.part(f"self_attn.{half}", block=f"attention {half}")
         latent_attention(net, keys, _BIASED, 0)
