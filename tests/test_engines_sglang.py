@@ -246,7 +246,7 @@ def test_the_account_and_its_command() -> None:
     ("settings", "message"),
     [
         ({"block_size": 16}, "block_size=16 is no setting of sglang that is accounted for; known are mem_fraction"),
-        ({"page_size": 0}, "page_size=0: value: 0 is out of range"),
+        ({"page_size": 0}, "page_size=0: 0 is out of range"),
         ({"swa_full_tokens_ratio": "1.5"}, "above 0, at most 1"),
         ({"kv_cache_dtype": "int8"}, "is not one of auto, bfloat16"),
     ],

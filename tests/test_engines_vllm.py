@@ -397,7 +397,9 @@ def test_what_does_not_fit_says_how_much_would() -> None:
     ("settings", "words"),
     [
         ({"block_sise": "16"}, r"block_sise=16 is no setting of vllm.*known are device, block_size"),
-        ({"block_size": "many"}, r"block_size=many: value: 'many' is not a token count"),
+        ({"block_size": "many"}, r"block_size=many: 'many' is not a token count"),
+        ({"block_size": "24"}, r"block_size=24: 24 is no multiple of 16; 32 is"),
+        ({"block_size": "0"}, r"block_size=0: 0 is out of range; 16 to"),
         ({"kv_cache_dtype": "q8_0"}, r"q8_0 is not one of auto"),
         ({"gpu_memory_utilization": "1.5"}, r"above 0, at most 1"),
         ({"enable_prefix_caching": "maybe"}, r"neither true nor false"),
@@ -408,6 +410,18 @@ def test_settings_are_refused_by_name(settings: dict[str, str], words: str) -> N
     with pytest.raises(InputError, match=words) as refusal:
         pool(model(attention()), GIB, **settings)
     assert refusal.value.key == "set"
+
+
+def test_lengths_beyond_the_model_are_counted_with_a_note() -> None:
+    def notes(length: int) -> tuple[str, ...]:
+        settings = {"max_model_len": length}
+        spec = model(attention(), max_context=8192)
+        return engine_account(
+            spec, BF16, engine="vllm", budget=EngineBudget(cache=GIB), context=8192, settings=settings
+        ).notes
+
+    assert not notes(8192)
+    assert "VLLM_ALLOW_LONG_MAX_MODEL_LEN" in " ".join(notes(8193))
 
 
 def test_formats_that_vllm_has_not() -> None:

@@ -230,3 +230,25 @@ def test_capacity_is_the_most_that_fits(
     assert found.cache_tokens >= found.users_paged * context or None in windows
     assert found.waste_paged >= 0
     assert found.users_paged * found.sequence_allocated <= layout.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings", "words"),
+    [
+        ("vllm", {"kv_cache_dtype": "fp8"}, "by kv_cache_dtype=fp8; .* in bf16/bf16"),
+        ("vllm", {"kv-cache-dtype": "fp8", "dtype": "float16"}, "by kv_cache_dtype=fp8;"),
+        ("llama.cpp", {"type_k": "q8_0", "type_v": "q4_0"}, "by type_k=q8_0 and type_v=q4_0;"),
+        ("vllm", {"kv_cache_dtype": "auto"}, None),
+        ("vllm", {"kv_cache_dtype": "bfloat16"}, None),
+        ("sglang", {"mem_fraction_static": "0.8"}, None),
+    ],
+)
+def test_an_engine_that_stores_otherwise_than_planned_says_so(
+    engine: str, settings: dict[str, str], words: str | None
+) -> None:
+    plan = kvist.plan("smollm2-135m", gpu="H100", engine=engine, settings=settings)
+    assert plan.engine is not None
+    said = " ".join(plan.engine.notes)
+    assert ("stores keys and values" in said) == (words is not None)
+    if words:
+        assert re.search(words, said)

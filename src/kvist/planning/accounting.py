@@ -1,6 +1,7 @@
 """What an engine makes of a plan's memory: kvist's own account, or that of another engine."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvist.errors import InputError
@@ -18,6 +19,15 @@ _SHARING = {
 
 # What an engine's own share of a device already leaves room for, and would be counted twice.
 _SET_ASIDE = {"sglang": ("activations", "sampling", "graphs")}
+
+# Settings by which an engine stores keys and values whatever format is planned with, and their words for our codecs.
+_STORAGE = {
+    "vllm": ("kv_cache_dtype", "dtype"),
+    "sglang": ("kv_cache_dtype",),
+    "llama.cpp": ("type_k", "type_v"),
+    "transformers": ("dtype",),
+}
+_WORDS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "fp8_e4m3": "fp8", "q8_0": "int8", "q4_0": "int4"}
 
 
 def account_of(plan: Plan, fit: Fit, engine: str, settings: Mapping[str, Any] | None) -> EngineAccount:
@@ -39,8 +49,23 @@ def account_of(plan: Plan, fit: Fit, engine: str, settings: Mapping[str, Any] | 
     for key, ranks in zip(_SHARING.get(engine, ()), (machine.tp, machine.pp), strict=False):
         if ranks > 1:
             chosen.setdefault(key, ranks)
-    return engine_account(
+    account = engine_account(
         plan.spec, plan.format, engine=engine, budget=budget, context=fit.demand.context, settings=chosen
+    )
+    return replace(account, notes=(*_storage_notes(plan, engine, settings or {}), *account.notes))
+
+
+def _storage_notes(plan: Plan, engine: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """That an engine was told to store keys and values otherwise than the plan does."""
+    said = {key.removeprefix("--").replace("-", "_"): str(value) for key, value in settings.items()}
+    told = {key: said[key] for key in _STORAGE[engine] if said.get(key, "auto") != "auto"}
+    if "kv_cache_dtype" in told:
+        told.pop("dtype", None)
+    if {_WORDS.get(value, value) for value in told.values()} <= {plan.format.key, plan.format.value}:
+        return ()
+    words = " and ".join(f"{key}={value}" for key, value in told.items())
+    return (
+        f"{engine} stores keys and values by {words}; what is said of them outside its account is in {plan.format}",
     )
 
 

@@ -61,6 +61,38 @@ def print_plan(plan: Plan, *, explained: bool = False) -> None:
         )
 
 
+def print_what_if(plan: Plan, published: Plan) -> None:
+    """Print what overriding keys changes: each number as published, as assumed, and how many times as much."""
+    rows = [
+        ("append", published.append_bytes_per_token, plan.append_bytes_per_token),
+        ("retained", published.retained_bytes_per_token, plan.retained_bytes_per_token),
+        ("state", published.state_bytes, plan.state_bytes),
+        *(
+            (f"{tokens:,} tokens", size, plan.sequence_bytes[tokens])
+            for tokens, size in published.sequence_bytes.items()
+            if tokens in plan.sequence_bytes
+        ),
+    ]
+    print_table(
+        (
+            Column(title="what if", whole=True),
+            Column(title="as published", number=True),
+            Column(title="as assumed", number=True),
+            Column(title="times", number=True),
+        ),
+        [
+            (
+                what,
+                format_size(float(before)),
+                format_size(float(after)),
+                f"{float(after) / float(before):.3g}" if before else "",
+            )
+            for what, before, after in rows
+            if before or after
+        ],
+    )
+
+
 def _formula_lines(formula: str) -> list[str]:
     """A long sum with a line for each product."""
     products = re.split(r" \+ (?![^(]*\))", formula) if len(formula) > _LINE else [formula]
@@ -97,7 +129,7 @@ def _print_engine(plan: Plan) -> None:
     ]
     facts += [
         ("blocks", f"{account.num_blocks:,}; {account.cache_tokens:,} tokens"),
-        ("concurrency", f"{account.max_concurrency:.2f} sequences of the planned length"),
+        ("concurrency", f"{account.max_concurrency:.2f} sequences of full length at once"),
         ("start", account.start(plan.spec.name)),
     ]
     print_facts(facts)

@@ -41,7 +41,7 @@ def read_settings(engine: str, known: Mapping[str, Setting], given: Mapping[str,
         try:
             answer[key] = known[key].read(_text(value))
         except InputError as error:
-            raise InputError(f"set: {name}={value}: {error}", key="set") from error
+            raise InputError(f"set: {name}={value}: {str(error).removeprefix('value: ')}", key="set") from error
     return answer
 
 
@@ -58,6 +58,18 @@ def whole(least: int = 0, most: int = 2**40) -> Reader:
         count = parse_tokens(text, key="value")
         if not least <= count <= most:
             raise InputError(f"value: {text} is out of range; {least} to {most}")
+        return count
+
+    return read
+
+
+def multiple(step: int, most: int) -> Reader:
+    """Read a whole number of steps, at least one."""
+
+    def read(text: str) -> int:
+        count: int = whole(step, most)(text)
+        if count % step:
+            raise InputError(f"value: {text} is no multiple of {step}; {count + -count % step} is")
         return count
 
     return read

@@ -190,7 +190,7 @@ def account(
         settings={key: value for key, value in asdict(pool.settings).items() if key != "assumed" and value is not None},
         assumed=pool.settings.assumed,
         figures=tuple(_figures(pool)),
-        notes=tuple(_notes(pool)),
+        notes=tuple(_notes(pool, spec)),
         command=_command(settings),
         flags=tuple(_flags(pool, settings)),
         details={
@@ -262,7 +262,13 @@ def _figures(pool: VllmPool) -> Iterator[EngineFigure]:
     )
 
 
-def _notes(pool: VllmPool) -> Iterator[str]:
+def _notes(pool: VllmPool, spec: ModelSpec) -> Iterator[str]:
+    length = pool.settings.max_model_len
+    if length > spec.max_context:
+        yield (
+            f"{spec.name} is made for {spec.max_context:,} tokens: vLLM refuses to start with {length:,} unless "
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 is set"
+        )
     if len(pool.groups) > 1:
         yield (
             f"vLLM before 0.21 printed a KV cache size of {pool.cache_tokens_before:,} tokens for the same pool: the "

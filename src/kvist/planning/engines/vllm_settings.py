@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvist.errors import InputError
-from kvist.planning.engines.settings import Setting, fraction, one_of, read_settings, size, switch, whole
+from kvist.planning.engines.settings import Setting, fraction, multiple, one_of, read_settings, size, switch, whole
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Latent, Layer
 from kvist.spec.model import ModelSpec
@@ -46,7 +46,8 @@ CACHE_DTYPES = (
 
 SETTINGS = {
     "device": Setting(read=one_of("cuda", "cpu"), help="cuda (default) or cpu; they differ in defaults"),
-    "block_size": Setting(read=whole(1, 2**20), help="tokens of a block; by default 16, on a CPU 128"),
+    # No attention kernel reads blocks of another size (get_supported_kernel_block_sizes of its backends, vllm 0.32).
+    "block_size": Setting(read=multiple(16, 2**20), help="tokens of a block; by default 16, on a CPU 128"),
     "max_model_len": Setting(read=whole(1), help="longest sequence; by default the planned context"),
     "max_num_batched_tokens": Setting(read=whole(1), help="most tokens of a step; windows are held beside them"),
     "max_num_seqs": Setting(read=whole(1, 2**20), help="most sequences of a step"),
