@@ -84,16 +84,20 @@ def _users(plan: Plan, budget: Budget) -> Iterator[Explained]:
             formula=f"most that fit{certain}, blocks of shared prefixes stored once",
             source="--shared-prefix" if budget.mix is None or budget.mix.shared else f"hash_ids of {budget.mix.source}",
         )
-    if budget.deployment is None or budget.deployment.machine.tp * budget.deployment.machine.pp == 1:
+    deployment = budget.deployment
+    if deployment is None or deployment.machine.devices == 1:
         longest = budget.mix.limit if budget.mix else max(plan.spec.max_context, budget.context)
         reserved = plan.spec.sequence_bytes(longest, plan.format) + (plan.cross_bytes or 0)
         encoder = " and the encoder" if plan.cross_bytes else ""
-        yield Explained(
-            what="users, slab",
-            value=budget.users_slab,
-            formula=f"{budget.cache:,} // {reserved:,} B of {longest:,} tokens{encoder}",
-            source="each user's longest context reserved in one piece",
-        )
+        formula = f"{budget.cache:,} // {reserved:,} B of {longest:,} tokens{encoder}"
+    else:
+        formula = "the fewest that a stage's caches hold, on all replicas"
+    yield Explained(
+        what="users, slab",
+        value=budget.users_slab,
+        formula=formula,
+        source="each user's longest context reserved in one piece",
+    )
 
 
 def _speed(speed: Speed) -> Iterator[Explained]:

@@ -67,7 +67,7 @@ class Budget:
         overhead: of it, for what an engine needs besides.
         cache: of it, for the cache.
         cache_tokens: tokens that the cache holds.
-        context: tokens of each user's sequence.
+        context: tokens of each user's sequence, on average where lengths are many.
         block_tokens: tokens of a block.
         users_slab: users when each reserves the longest context in one piece.
         users_paged: users when blocks are taken as sequences grow.
