@@ -1,6 +1,7 @@
 """Each number of a plan as formula x source, for ``--explain``."""
 
 from collections.abc import Iterable, Iterator
+from fractions import Fraction
 
 from kvist.errors import InputError
 from kvist.planning.explain_layers import config_keys, explain_vectors, terms_of
@@ -16,7 +17,20 @@ def explain(plan: Plan) -> list[Explained]:
         from kvist.planning.explain_capacity import explain_capacity
 
         rows.extend(explain_capacity(plan, plan.capacity))
-    return rows
+    return [*rows, *_engine(plan)]
+
+
+def _engine(plan: Plan) -> Iterator[Explained]:
+    """What another engine counts, by its own rules and files."""
+    if plan.engine is None:
+        return
+    for figure in plan.engine.figures:
+        yield Explained(
+            what=f"{plan.engine.name}, {figure.what}",
+            value=figure.value if isinstance(figure.value, int) else Fraction(figure.value),
+            formula=figure.formula,
+            source=figure.source,
+        )
 
 
 def _tokens(plan: Plan) -> Iterator[Explained]:
