@@ -354,6 +354,7 @@ def test_effects_in_llama_cpp() -> None:
     full = 4 * 2048 * 32768 / MIB
     whole = head + cache.format(12 * full, 32768, 24, "f16", 6 * full, "f16", 6 * full)
     assert check(whole, windows).explained_by == ("SWA full: windows are kept as if they saw everything",)
+    assert check("llama_kv_cache_iswa: using full-size SWA cache (ref: a pull request)\n" + whole, windows).agrees
     step = 20 * 2048 * 3072 / MIB
     wide = (
         head

@@ -74,6 +74,8 @@ class LlamaLog:
             self._setting(found[1], found[2])
         if found := _FLASH.search(line):
             self.settings["flash_attn"] = found[1] == "enabled"
+        if "using full-size SWA cache" in line:
+            self.settings["swa_full"] = True
         if found := _CACHE.search(line):
             self._cache(found)
         elif (found := _SELF.search(line)) and not self.caches:
