@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvist.cache.manager import CacheManager, Reservation, Sequence
 from kvist.cache.prefix import PrefixKey
 from kvist.errors import DoesNotFit, InputError
-from kvist.planning.capacity import allocated_bytes
+from kvist.planning.capacity import DEFAULT_CHUNK, allocated_bytes
 from kvist.units import format_size
 
 
@@ -116,7 +116,7 @@ class Limits:
     """
 
     max_running: int = 256
-    max_batch_tokens: int = 2048
+    max_batch_tokens: int = DEFAULT_CHUNK
     max_context: int = 8192
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ from kvist.engine.tokenizer import Tokenizer
 from kvist.errors import EngineFailure, InputError, UnsupportedModel
 from kvist.model.decoder import check_network
 from kvist.model_files import locate
-from kvist.planning.capacity import allocated_bytes
+from kvist.planning.capacity import DEFAULT_CHUNK, allocated_bytes
 from kvist.scheduler import Batch, Limits, Request, Scheduler
 from kvist.spec.formats import CacheFormat
 from kvist.spec.known import KNOWN
@@ -105,7 +105,7 @@ class Engine:
         block_tokens: int = DEFAULT_BLOCK_TOKENS,
         max_running: int = 256,
         max_context: int | None = None,
-        max_batch_tokens: int = 2048,
+        max_batch_tokens: int = DEFAULT_CHUNK,
         prefix_cache: bool = True,
         reuse: bool = True,
     ) -> None:

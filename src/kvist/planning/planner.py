@@ -123,7 +123,8 @@ def plan(
     )
     if not from_memory and users is None:
         return result
-    cutting = _cutting(result, block_tokens, chunk)
+    on_device = gpu is not None or not from_memory
+    cutting = _cutting(result, block_tokens, chunk, on_device=on_device)
     demand = _demand(spec, cutting, context, lengths, shared_prefix)
     result = replace(result, notes=(*result.notes, *_demand_notes(spec, demand)))
     if not from_memory:
@@ -164,9 +165,9 @@ def _with_weights(spec: ModelSpec, weights: "Weights") -> ModelSpec:
     )
 
 
-def _cutting(result: Plan, block_tokens: int | None, chunk: int | None) -> "Cutting":
+def _cutting(result: Plan, block_tokens: int | None, chunk: int | None, *, on_device: bool) -> "Cutting":
     from kvist.cache.groups import DEFAULT_BLOCK_TOKENS
-    from kvist.planning.capacity import DEFAULT_CHUNK
+    from kvist.planning.capacity import DEFAULT_CHUNK, DEVICE_CHUNK
     from kvist.planning.deployment import Cutting
 
     return Cutting(
@@ -174,7 +175,9 @@ def _cutting(result: Plan, block_tokens: int | None, chunk: int | None) -> "Cutt
         block_tokens=DEFAULT_BLOCK_TOKENS
         if block_tokens is None
         else _whole("block_tokens", block_tokens, most=_MAX_BLOCK),
-        chunk=DEFAULT_CHUNK if chunk is None else _whole("chunk", chunk, most=MAX_TOKENS),
+        chunk=(DEVICE_CHUNK if on_device else DEFAULT_CHUNK)
+        if chunk is None
+        else _whole("chunk", chunk, most=MAX_TOKENS),
         encoder_tokens=result.encoder_tokens,
     )
 
