@@ -9,9 +9,10 @@ device. Two tables: the models of `expected/models.json`, against the verified a
 `peers/ask_planner.py` says how each planner is asked.
 
 *right*: within 0.1 % at both lengths, in our convention or in one that an engine uses: a window of W tokens that keeps
-W - 1, a convolution that keeps a column more, states in f32 or in bf16, indexer keys in bf16 or fp8. Whoever
-counts all but the recurrent state, or all but the indexer, is told apart as *no state* and *no indexer*. Else ×F: what
-it says over what is right, at the length where that is worse.
+W - 1, a convolution that keeps a column more, states in f32 or in bf16, indexer keys in bf16 or fp8, for DeepSeek-V4
+also in fp4 beside the buffers of its compressors. Whoever counts all but the recurrent state, or all but the indexer,
+is told apart as *no state* and *no indexer*. Else ×F: what it says over what is right, at the length where that is
+worse.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class Conventions:
     conv_more: int = 0
     state_bytes: int | None = 4
     indexer_bytes: int | None = 256
+    compressor: bool = False
 
 
 def conventions() -> dict[str, list[Conventions]]:
@@ -96,6 +98,8 @@ def conventions() -> dict[str, list[Conventions]]:
         Conventions(window_less=less, conv_more=more, state_bytes=state, indexer_bytes=indexer)
         for less, more, state, indexer in itertools.product((0, 1), (0, 1), (4, 2), (256, 132))
     ]
+    # DeepSeek-V4: indexer keys in fp4, and the compressors' entries under way in f32.
+    whole.append(Conventions(indexer_bytes=64, compressor=True))
     stateless = [Conventions(window_less=less, state_bytes=None) for less in (0, 1)]
     unindexed = [Conventions(window_less=less, indexer_bytes=None) for less in (0, 1)]
     return {"right": whole, "no state": stateless, "no indexer": unindexed}
@@ -117,6 +121,9 @@ def held(layer: Layer, tokens: int, how: Conventions) -> float:
         if layer.indexer is not None and how.indexer_bytes != 256:
             keys = indexer_bytes(layer, layer.indexer, tokens)
             kept += keys * ((how.indexer_bytes or 0) / 256 - 1)
+    if isinstance(layer, Compressed) and how.compressor:
+        widths = layer.rank + layer.rope_dim + (layer.indexer.dim if layer.indexer else 0)
+        kept += 2 * layer.ratio * (2 if layer.indexer else 1) * widths * 4
     return kept
 
 

@@ -262,6 +262,12 @@ def test_what_does_not_fit_shows_the_sum_and_what_would() -> None:
         kvist.plan(spec, gpu="H100x4", users=500)
 
 
+@pytest.mark.parametrize("tp", [None, 3])
+def test_no_cache_at_all_does_not_fit(tp: int | None) -> None:
+    with pytest.raises(DoesNotFit, match="the cache: 0 B holds nothing of smollm2-135m"):
+        kvist.plan("smollm2-135m", cache_memory=0, tp=tp)
+
+
 def test_the_question_turned_round_is_answered_by_devices_that_do_hold_the_users() -> None:
     spec = read(LLAMA_70B)
     sets = kvist.plan(spec, users=60, context="8k").sets

@@ -60,6 +60,8 @@ PAIRS = [(100, 20), (7, 3)]
         ('{"tokens": 100}\n{"length": 7}\n', [(100, None), (7, None)]),
         ("[100, 20]\n[7, 3]\n", PAIRS),
         ("[\n  100,\n  7\n]\n", [(100, None), (7, None)]),
+        ('[{"prompt_tokens": 100, "output_tokens": 20}, {"prompt_tokens": 7, "output_tokens": 3}]', PAIRS),
+        ("[[100, 20], [7, 3]]", PAIRS),
         ("\ufeff100\n7\n", [(100, None), (7, None)]),
         ("0\n100\n7\n", [(100, None), (7, None)]),
     ],
@@ -75,7 +77,7 @@ def test_lengths_are_read_from_what_people_have(text: str, requests: list[Any], 
     [
         ("", "holds no lengths; write one a line, CSV with a head, or JSON lines"),
         ("0\n", "holds no lengths"),
-        ("12\nmany\n", "line 2 has a length of 'many'; a whole number of tokens was expected"),
+        ("12\nmany\n", "line 2 has a length of 'many'; write a whole number, at most 1,099,511,627,776"),
         ("12\n-3\n", "line 2 has a length of '-3'"),
         ("12\n1.5\n", "line 2 has a length of '1.5'"),
         ("12\n9999999999999999\n", "line 2 has a length"),
@@ -92,6 +94,7 @@ def test_lengths_are_read_from_what_people_have(text: str, requests: list[Any], 
          "hash_ids fit the prompts' lengths with no block size"),
         (b"\xff\xfe\x00", "line 1 is not text"),
         (b"\x1f\x8b broken", r"[Cc]ompress|gzip"),
+        ("[1, 2, 3]\n", r"line 1 has 3 numbers; write one a line, or \[prompt, output\]"),
         ("[" * 100_000, "not JSON: maximum recursion"),
         ("[\n1,\n", "not JSON"),
     ],
@@ -105,8 +108,10 @@ def test_files_that_say_no_lengths_name_the_line(text: str | bytes, says: str, t
 def test_a_file_that_is_not_there_or_no_file(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match="none: no such file"):
         read_lengths(tmp_path / "none")
-    with pytest.raises(BadFile, match=r"directory|not a regular file"):
-        read_lengths(tmp_path)
+    for path, says in ((tmp_path, "is not a regular file but a directory"), ("", "'' is no file")):
+        with pytest.raises(BadFile, match=says) as raised:
+            read_lengths(path)
+        assert raised.value.key == "lengths"
 
 
 @needs_traces

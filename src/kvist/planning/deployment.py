@@ -382,7 +382,8 @@ def deploy(
 
 def _no_cache(stage: Stage, machine: Machine) -> str:
     """The sum that shows why there is no cache."""
-    assert machine.memory is not None
+    if machine.memory is None:
+        return f"the cache: {format_size(machine.cache or 0)} holds nothing of {stage.spec.name}"
     each = "" if machine.tp * machine.pp == 1 else " on a device"
     overhead = stage.overhead(1)
     sum_of = f"the weights of {stage.spec.name} take {format_size(stage.weights)}{each}"

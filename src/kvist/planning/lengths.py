@@ -83,10 +83,12 @@ def read_lengths(path: str | Path) -> Lengths:
     """
     source = str(path)
     try:
+        if not source:
+            raise BadFile("lengths: '' is no file; name one", key="lengths")
         file = Path(source).expanduser()
         if not file.is_file():
             if file.exists():
-                raise not_regular(source, file.stat().st_mode)
+                raise not_regular(source, file.stat().st_mode, key="lengths")
             raise BadFile(f"lengths: {source}: no such file", key="lengths")
         with file.open("rb") as raw:
             zipped = raw.read(2) == b"\x1f\x8b"
@@ -95,7 +97,9 @@ def read_lengths(path: str | Path) -> Lengths:
     except (OSError, EOFError, zlib.error, ValueError, RuntimeError) as error:
         if isinstance(error, BadFile):
             raise
-        raise BadFile(f"lengths: {source}: {getattr(error, 'strerror', None) or error}", key="lengths") from error
+        torn = "; fetch the file again" if isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile)) else ""
+        why = getattr(error, "strerror", None) or error
+        raise BadFile(f"lengths: {source}: {why}{torn}", key="lengths") from error
     requests = tuple(request for request in found if request.total)
     if not requests:
         raise BadFile(
@@ -119,7 +123,7 @@ def _requests(stream: IO[bytes] | gzip.GzipFile, source: str) -> Iterator[Reques
     if first.text.startswith("[") and not first.text.rstrip(",").endswith("]"):
         found = _array("\n".join(line.text for line in content), source)
     elif first.text[0] in "{[":
-        found = (_of_json(line, source) for line in content)
+        found = chain.from_iterable(_of_json(line, source) for line in content)
     else:
         found = _of_rows(content, source)
     for count, request in enumerate(found):
@@ -232,18 +236,23 @@ def _array(text: str, source: str) -> Iterator[Request]:
         yield _of_entry(entry, _Line(number=number, text=""), source)
 
 
-def _of_json(line: _Line, source: str) -> Request:
+def _of_json(line: _Line, source: str) -> Iterator[Request]:
+    """One entry, or a whole array of them."""
     try:
         entry = json.loads(line.text)
     except (ValueError, RecursionError) as error:
         raise _wrong(source, line, f"is not JSON: {str(error)[:60]}") from error
-    return _of_entry(entry, line, source)
+    several = isinstance(entry, list) and all(isinstance(each, (dict, list)) for each in entry)
+    for each in entry if several else [entry]:
+        yield _of_entry(each, line, source)
 
 
 def _of_entry(entry: object, line: _Line, source: str) -> Request:
     if isinstance(entry, list) and len(entry) in (1, 2):
         output = _length(entry[1], source, line) if len(entry) == 2 else None
         return Request(prompt=_length(entry[0], source, line), output=output)
+    if isinstance(entry, list):
+        raise _wrong(source, line, f"has {len(entry)} numbers; write one a line, or [prompt, output] of each request")
     if not isinstance(entry, dict):
         return Request(prompt=_length(entry, source, line))
     named = {str(key).casefold(): value for key, value in entry.items()}
@@ -282,7 +291,7 @@ def _length(value: object, source: str, line: _Line) -> int:
     except (ValueError, OverflowError):
         number = -1.0
     if not 0 <= number <= MAX_TOKENS or number != int(number):
-        raise _wrong(source, line, f"has a length of {str(value)[:40]!r}; a whole number of tokens was expected")
+        raise _wrong(source, line, f"has a length of {str(value)[:40]!r}; write a whole number, at most {MAX_TOKENS:,}")
     return int(number)
 
 

@@ -8,6 +8,7 @@ from typing import BinaryIO
 from kvist.errors import BadFile
 
 _KINDS = (
+    (stat.S_ISDIR, "a directory"),
     (stat.S_ISCHR, "a character device"),
     (stat.S_ISBLK, "a block device"),
     (stat.S_ISFIFO, "a pipe"),
@@ -31,7 +32,8 @@ def open_regular(path: Path) -> BinaryIO:
     return file
 
 
-def not_regular(path: object, mode: int) -> BadFile:
-    """Return the error for a path that is neither a file nor a directory."""
+def not_regular(path: object, mode: int, *, key: str = "model") -> BadFile:
+    """Return the error for a path that is no regular file, of the argument ``key``; ``model`` needs no name."""
     kind = next((name for test, name in _KINDS if test(mode)), "of another kind")
-    return BadFile(f"{path}: is not a regular file but {kind}", key="model")
+    of = "" if key == "model" else f"{key}: "
+    return BadFile(f"{of}{path}: is not a regular file but {kind}", key=key)
