@@ -1,9 +1,11 @@
 """Write the gallery: published configurations, restated in kvist's own schema.
 
-    python tools/gallery.py FOLDER [FOLDER ...]
+    python tools/gallery.py FOLDER [FOLDER ...] [IDS.json]
 
 Each folder holds configurations, one JSON file a model: ``ORGANISATION--NAME.json``, or any name with the hub id under
-``_model``. ``_source`` says where one was taken from. Of several of one model the first that is read exactly is taken.
+``_model``. ``_source`` says where one was taken from. ``IDS.json`` tells the hub ids and sources of files with other
+names: ``{"cases": [{"file", "hf_id", "source", "provenance"}]}``, of which copies of whole files are taken. Of several
+of one model the first that is read exactly is taken.
 
 Of a configuration only those keys are kept that a number of a plan depends on: a key goes where the model without it
 has the same layers, the same limits, the same weights and no more assumptions. What :mod:`gallery_series` completes is
@@ -13,11 +15,12 @@ named in the source of the entry. Prints what it leaves out, and why.
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gallery_restated import RESTATED
 from gallery_series import SERIES, Series
 
 from kvist.errors import KvistError, UnsupportedModel
@@ -38,8 +41,10 @@ _ALWAYS = frozenset(
 _MISFILED = {"bigcode/starcoder2-3b": "bigcode/starcoder2-7b"}
 # Extracts that spell these as the library does that they come from, not as the published file does.
 _RESPELT = {"litgpt": ("vocab_size", "partial_rotary_factor"), "maxtext": ("vocab_size",)}
+_WHOLE = frozenset({"verbatim_copy", "published_dict_reserialised"})
 _ENDINGS = re.compile(r"-hf$")
 _QUANTISED = re.compile(r"-(fp8|nvfp4)\b", re.IGNORECASE)
+_DATED = re.compile(r"(?:retrieved|as of) (20[0-9]{2}-[0-9]{2})")
 # Words that say how a copy differs from the model it is made of, not what it remembers.
 _TUNED = re.compile(
     r"-(instruct|chat|it|base|thinking|hf|fp8|nvfp4|bf16|static|pertensor|pt|1m|[0-9]{4}|reasoning|plus|prev)(?=-|$)"
@@ -56,12 +61,17 @@ class Candidate:
     whole: bool
 
 
-def main(folders: Iterable[str]) -> int:
+def main(paths: Sequence[str]) -> int:
     """Write the gallery from the folders; return an exit code."""
     found: dict[str, list[Candidate]] = {}
+    folders = [path for path in map(Path, paths) if path.is_dir()]
+    cases = [case for path in map(Path, paths) if path.is_file() for case in json.loads(path.read_text())["cases"]]
+    verbatim = {case["file"]: case for case in cases if case["provenance"] in _WHOLE}
     for folder in folders:
-        for candidate in _candidates(Path(folder)):
+        for candidate in _candidates(folder, verbatim):
             found.setdefault(candidate.hub.lower(), []).append(candidate)
+    for content in RESTATED:
+        found.setdefault(content["_model"].lower(), []).append(_candidate(content, content["_model"]))
     entries = []
     for candidates in found.values():
         entry = _entry(sorted(candidates, key=lambda each: not each.whole))
@@ -75,18 +85,30 @@ def main(folders: Iterable[str]) -> int:
     return 0
 
 
-def _candidates(folder: Path) -> Iterator[Candidate]:
+def _candidates(folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> Iterator[Candidate]:
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text())
+        if path.name in cases:
+            case = cases[path.name]
+            config = {key: value for key, value in content.items() if not key.startswith("_")}
+            source = case["source"].partition(" (")[0]
+            if not source.startswith("github.com/"):
+                source = f"config.json of {case['hf_id']}"
+            yield Candidate(hub=case["hf_id"], config=config, source=source, whole=True)
+            continue
         hub = content.get("_model") or path.stem.replace("--", "/")
         if "/" not in hub:
             continue
         hub = _MISFILED.get(hub, hub)
-        source = str(content.get("_source", "")).strip()
-        if not source or source.startswith("a public repository"):
-            source = f"config.json of {hub}"
-        config = {key: value for key, value in content.items() if not key.startswith("_")}
-        yield Candidate(hub=hub, config=config, source=source, whole="_source" not in content)
+        yield _candidate(content, hub)
+
+
+def _candidate(content: Mapping[str, Any], hub: str) -> Candidate:
+    source = str(content.get("_source", "")).strip()
+    if not source or source.startswith("a public repository"):
+        source = f"config.json of {hub}"
+    config = {key: value for key, value in content.items() if not key.startswith("_")}
+    return Candidate(hub=hub, config=config, source=source, whole="_source" not in content)
 
 
 def _entry(candidates: list[Candidate]) -> dict[str, Any] | None:
@@ -138,7 +160,8 @@ def _restated(
     if _QUANTISED.search(candidate.hub) and "quantization_config" not in repr(kept):
         # Nobody can tell from such a file what its weights weigh.
         counted.pop("weights", None)
-    source = cited[0] if candidate.whole and cited else candidate.source
+    named = not candidate.source.startswith("config.json of ")
+    source = cited[0] if candidate.whole and cited and not named else candidate.source
     told = {key: value for key, value in completed.items() if _holds(kept, key)}
     if told:
         source += f"; {', '.join(f'{key} {json.dumps(value)}' for key, value in told.items())} as published"
@@ -148,6 +171,9 @@ def _restated(
     entry |= {"also": also} if also else {}
     entry |= {"aliases": aliases} if aliases else {}
     entry["released"] = next((each.released for each in reversed(series) if each.released), None)
+    if entry["released"] is None:
+        dated = _DATED.search(source)
+        entry["seen"] = dated[1] if dated else None
     entry["license"] = next((each.license for each in reversed(series) if each.license), None)
     entry["source"] = source
     entry |= counted
@@ -246,7 +272,7 @@ def _name(entries: list[dict[str, Any]]) -> None:
         if name in taken:
             entries.remove(entry)
             first = by_name.get(name)
-            if first is None or first["config"] != entry["config"]:
+            if first is None or _layers(first) != _layers(entry):
                 print(f"{entry['hub']}: left out, {name} is taken")
             else:
                 first.setdefault("also", []).append(entry["hub"])
@@ -262,19 +288,44 @@ def _name(entries: list[dict[str, Any]]) -> None:
         taken.update(free)
         if free:
             entry["aliases"] = free
+    for entry in entries:
+        stem = _TUNED.sub("", entry["name"])
+        if stem not in taken:
+            taken.add(stem)
+            entry.setdefault("aliases", []).append(stem)
     by_memory: dict[str, dict[str, Any]] = {}
     for entry in sorted(entries, key=lambda each: (len(each["name"]), each["name"])):
         stem = _TUNED.sub("", entry["name"])
-        key = f"{stem} {read_config(entry['config'], name='config').layers}"
+        key = f"{stem} {_layers(entry)}"
         first = by_memory.setdefault(key, entry)
         if first is not entry:
             entry["like"] = first["name"]
-    order = ("name", "hub", "aliases", "also", "like", "released", "license", "source", "parameters", "weights")
+            _complete(entry, first)
+    order = ("name", "hub", "aliases", "also", "like", "released", "seen", "license", "source", "parameters", "weights")
     for entry in entries:
         values = {key: entry[key] for key in (*order, "config") if entry.get(key) is not None}
         entry.clear()
         entry.update(values)
 
 
+def _layers(entry: Mapping[str, Any]) -> object:
+    return read_config(json.loads(json.dumps(entry["config"])), name="config").layers
+
+
+def _complete(entry: dict[str, Any], model: Mapping[str, Any]) -> None:
+    """Give a copy with unknown shapes the keys of the model that it is tuned from."""
+    if "parameters" in entry or "parameters" not in model or _QUANTISED.search(entry["name"]):
+        return
+    context = read_config(entry["config"], name="config").max_context
+    config = json.loads(json.dumps(model["config"]))
+    holder = config.get("text_config", config)
+    holder["max_position_embeddings"] = context
+    if read_config(json.loads(json.dumps(config)), name="config").max_context != context:
+        return
+    entry["config"] = config
+    entry["source"] += f"; shapes of the network as {model['name']}"
+    entry |= _weights(config)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(tuple(sys.argv[1:])))

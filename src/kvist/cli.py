@@ -16,7 +16,8 @@ from kvist.cli_streams import drop_output, finish_output, is_output_error, prepa
 from kvist.cli_values import in_options, join_negatives
 from kvist.commands.check import add_check
 from kvist.commands.engine import add_generate, add_serve
-from kvist.commands.listings import add_formats, add_gpus, add_models
+from kvist.commands.listings import add_formats, add_gpus
+from kvist.commands.models import add_models
 from kvist.commands.plan import add_plan
 from kvist.errors import InputError, KvistError
 

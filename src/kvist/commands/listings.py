@@ -1,23 +1,9 @@
-"""``kvist models``, ``kvist formats`` and ``kvist gpus``: what answers to a name."""
+"""``kvist formats`` and ``kvist gpus``: what answers to a name."""
 
 import argparse
 from typing import Any
 
 from kvist.commands.options import add_command, add_json, print_json
-
-
-def add_models(commands: Any) -> None:
-    """Add ``kvist models``."""
-    command = add_command(
-        commands,
-        "models",
-        run_models,
-        usage="kvist models [options]",
-        help="the models that answer to a name",
-        description="The models that answer to a name, and what a token of each costs in bf16.",
-        epilog="example:\n  kvist models --json",
-    )
-    add_json(command)
 
 
 def add_formats(commands: Any) -> None:
@@ -49,13 +35,6 @@ def add_gpus(commands: Any) -> None:
     command.add_argument("words", nargs="*", metavar="WORD", help="part of a name, a vendor or a class")
     command.add_argument("--sources", action="store_true", help="who says each number")
     add_json(command)
-
-
-def run_models(args: argparse.Namespace) -> int:
-    """``kvist models``."""
-    from kvist.report.listings import model_rows, print_models
-
-    return print_json({"rows": model_rows()}) if args.json else print_models()
 
 
 def run_formats(args: argparse.Namespace) -> int:

@@ -1,10 +1,13 @@
 """``kvist plan``: what a sequence costs, how many fit, and on which devices."""
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvist import cli_values as values
 from kvist.commands.options import BLOCK, add_command, add_format, add_json, print_json
+
+if TYPE_CHECKING:
+    from kvist.planning.plan import Plan
 
 
 def add_plan(commands: Any) -> None:
@@ -98,6 +101,25 @@ def _add_users(command: argparse.ArgumentParser) -> None:
     )
 
 
+# What is said of the model as published beside a plan that overrides keys.
+_WHAT_IF = (
+    "append_bytes_per_token", "retained_bytes_per_token", "state_bytes", "sequence_bytes", "parameters",
+)  # fmt: skip
+
+
+def _published(args: argparse.Namespace, answer: "Plan") -> "Plan | None":
+    """The same plan of the model as published; None where it is refused without what is assumed."""
+    from kvist.errors import InputError
+    from kvist.planning.planner import plan
+    from kvist.spec.model import ModelSpec
+
+    try:
+        spec = ModelSpec.read(args.model)
+    except InputError:
+        return None
+    return plan(spec, format=answer.format, tokens=list(answer.sequence_bytes), encoder_tokens=args.encoder_tokens)
+
+
 def run_plan(args: argparse.Namespace) -> int:
     """``kvist plan``."""
     from kvist.planning.planner import plan
@@ -124,12 +146,18 @@ def run_plan(args: argparse.Namespace) -> int:
         settings=None if args.set is None else dict(args.set),
         encoder_tokens=args.encoder_tokens,
     )
+    published = _published(args, answer) if args.assume else None
     if not args.json:
-        from kvist.report.plan_tables import print_plan
+        from kvist.report.plan_tables import print_plan, print_what_if
 
         print_plan(answer, explained=args.explain)
+        if published is not None:
+            print_what_if(answer, published)
         return 0
     content = answer.to_dict()
+    if published is not None:
+        whole = published.to_dict()
+        content["published"] = {key: whole[key] for key in _WHAT_IF}
     if args.explain:
         from kvist.planning.explain import explain
 

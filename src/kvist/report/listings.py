@@ -1,61 +1,11 @@
-"""``kvist models`` and ``kvist formats``: lists as rows, and rows as tables."""
+"""``kvist formats``: codecs as rows, and rows as a table."""
 
 from typing import Any
 
 from kvist.report.tables import Column, print_table
-from kvist.spec.formats import CODECS, CacheFormat
-from kvist.spec.known import KNOWN
-from kvist.spec.model import ModelSpec
-from kvist.units import format_size
+from kvist.spec.formats import CODECS
 
 _UNIT = 32
-
-
-def model_rows() -> list[dict[str, Any]]:
-    """One row a known model; costs in bf16."""
-    fmt = CacheFormat()
-    rows = []
-    for name, known in KNOWN.items():
-        spec = ModelSpec.read(name)
-        rows.append(
-            {
-                "name": name,
-                "parameters": spec.parameters,
-                "weights_bytes": spec.weights_bytes,
-                "append_bytes_per_token": spec.append_bytes_per_token(fmt),
-                "retained_bytes_per_token": spec.retained_bytes_per_token(fmt),
-                "max_context": spec.max_context,
-                "license": known.license,
-                "source": known.source,
-            }
-        )
-    return rows
-
-
-def print_models() -> int:
-    """Print the known models; return exit code 0."""
-    print_table(
-        (
-            Column(title="model", whole=True),
-            Column(title="parameters", number=True),
-            Column(title="weights", number=True),
-            Column(title="append", number=True),
-            Column(title="retained", number=True),
-            Column(title="context", number=True),
-        ),
-        [
-            (
-                row["name"],
-                f"{row['parameters'] / 1e6:.1f} M",
-                format_size(row["weights_bytes"]),
-                format_size(row["append_bytes_per_token"]),
-                format_size(row["retained_bytes_per_token"]),
-                f"{row['max_context']:,}",
-            )
-            for row in model_rows()
-        ],
-    )
-    return 0
 
 
 def format_rows() -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvist.errors import UnknownModel
 from kvist.spec.model import Assumption
 
 

@@ -34,6 +34,7 @@ class GalleryModel:
         also: other ids under which it is published.
         like: the model of which it is a tuned or quantised copy, with the same memory; None for the others.
         released: month of its announcement, ``YYYY-MM``; None where it is not known.
+        seen: month in which its configuration was read, where its announcement is not known: it is no younger.
         license: of the weights; None where it is not known.
         source: where the configuration was read.
         parameters: number of weights, counted from the configuration; None where its shapes are not known.
@@ -47,6 +48,7 @@ class GalleryModel:
     also: tuple[str, ...] = ()
     like: str | None = None
     released: str | None = None
+    seen: str | None = None
     license: str | None = None
     source: str
     parameters: int | None = None
@@ -113,6 +115,7 @@ def _model(line: str) -> GalleryModel:
         also=tuple(entry.get("also", ())),
         like=entry.get("like"),
         released=entry.get("released"),
+        seen=entry.get("seen"),
         license=entry.get("license"),
         source=entry["source"],
         parameters=entry.get("parameters"),
