@@ -359,3 +359,13 @@ def test_every_shared_configuration_is_planned_on_devices_or_says_why_not() -> N
             assert plan.capacity.memory == plan.capacity.weights + plan.capacity.overhead + plan.capacity.cache
         assert "\n" not in said
     assert planned >= 50
+
+
+def test_sets_say_where_the_time_between_ranks_is_left_out() -> None:
+    sets = kvist.plan(kvist.ModelSpec.read("llama-3-8b"), users=200, context=8192).to_dict()["sets"]
+    several = [each for each in sets if each["tp"] > 1]
+    linked = {device.name: device.link is not None for device in accelerators()}
+    assert {each["link_counted"] for each in several} == {True, False}
+    for each in sets:
+        counted = each["tp"] == 1 or linked[each["gpu"]]
+        assert each["link_counted"] == counted

@@ -58,6 +58,11 @@ class GpuSet:
         """How many there are."""
         return self.tp * self.pp
 
+    @property
+    def link_counted(self) -> bool:
+        """Whether the speeds count what ranks send each other: there is one rank, or their link is known."""
+        return self.tp == 1 or self.accelerator.link is not None
+
     def to_dict(self) -> dict[str, Any]:
         """As under ``sets`` in the JSON of ``kvist plan``."""
         return {
@@ -68,6 +73,7 @@ class GpuSet:
             "memory_bytes": self.devices * self.memory,
             "device_memory_bytes": self.memory,
             "device_needed_bytes": self.needed,
+            "link_counted": self.link_counted,
             "speed": None if self.speed is None else self.speed.to_dict(),
         }
 

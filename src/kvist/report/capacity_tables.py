@@ -119,7 +119,7 @@ def print_sets(sets: Sequence[GpuSet]) -> None:
     """Print the smallest sets of devices, the least memory first."""
     rows = [
         (
-            each.accelerator.name,
+            each.accelerator.name if each.link_counted else f"{each.accelerator.name} *",
             f"{each.devices}" if each.pp == 1 else f"{each.tp} x {each.pp}",
             format_size(each.devices * each.memory),
             f"{each.needed / each.memory:.0%}",
@@ -141,5 +141,7 @@ def print_sets(sets: Sequence[GpuSet]) -> None:
         rows,
         title="Smallest sets that hold these users; tokens a second at best, decode for each user",
     )
+    if not all(each.link_counted for each in sets[:_MOST_SETS]):
+        print_facts([("*", "its link is not known: the time in which ranks send each other results is left out")])
     if more > 0:
         print_facts([("note", f"{more} more devices would do with more memory; --json lists them")])
