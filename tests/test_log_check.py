@@ -16,7 +16,7 @@ from kvist.cli import main
 from kvist.errors import BadFile, InputError
 from kvist.planning.log_check import check_log
 from kvist.planning.logs import lines
-from kvist.planning.logs.figures import GIB, MIB, LogCheck, Rounded
+from kvist.planning.logs.figures import GIB, MIB, LogCheck, Rounded, value_of
 from kvist.planning.logs.lines import lines_with
 from kvist.spec.layers import Attention, Latent, Layer, State
 from kvist.spec.model import ModelSpec
@@ -495,6 +495,12 @@ def test_a_log_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_wanted_lines_are_looked_at() -> None:
     log = io.BytesIO(b"a\nb KV\nKV c\r\n" * 2)
     assert list(lines_with(log, (b"KV",), source="log")) == ["b KV", "KV c"] * 2
+
+
+def test_values_of_settings() -> None:
+    line = "args(tp_size=4, page_size=1, kv_cache_dtype='auto', chunked_prefill_size=-1, 'dtype': 'half', size: 3.)"
+    keys = ("tp_size", "page_size", "kv_cache_dtype", "chunked_prefill_size", "dtype", "size", "none")
+    assert [value_of(line, key) for key in keys] == ["4", "1", None, None, "half", "3", None]
 
 
 def test_rounding() -> None:

@@ -78,10 +78,11 @@ class LogCheck:
 
 
 def value_of(line: str, key: str) -> str | None:
-    """The value of ``key=value``, ``key: value`` or ``'key': value`` in a line; None where it is absent or None."""
+    """The value of ``key=value``, ``key: value`` or ``'key': value`` in a line; None where it is left to the engine."""
     found = re.search(rf"(?<![A-Za-z0-9_]){key}['\"]?\s{{0,20}}[=:]\s{{0,4}}['\"]?([A-Za-z0-9_.+\-]{{1,80}})", line)
     value = found[1].rstrip(".") if found else ""
-    return None if value in ("", "None", "auto") else value
+    # -1 is "as much as there is", or "not at all".
+    return None if value in ("", "None", "auto", "-1") else value
 
 
 def count_of(text: str) -> int:

@@ -53,7 +53,7 @@ _KEYS = {
         )
     },
 }  # fmt: skip
-_DTYPES = {"torch.bfloat16": "bfloat16", "torch.float16": "float16", "torch.float32": "float32"}
+_DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32", "float": "float32"}
 
 
 @dataclass
@@ -118,9 +118,10 @@ class VllmLog:
     def _settings(self, line: str) -> None:
         for key, setting in _KEYS.items():
             if (value := value_of(line, key)) is not None:
-                self.settings[setting] = value
-        if (dtype := value_of(line, "dtype")) in _DTYPES:
-            self.settings["dtype"] = _DTYPES[str(dtype)]
+                # An enumeration is printed with its name.
+                self.settings[setting] = value.removeprefix("AttentionBackendEnum.")
+        if (dtype := (value_of(line, "dtype") or "").removeprefix("torch.")) in _DTYPES:
+            self.settings["dtype"] = _DTYPES[dtype]
         self.drafts |= value_of(line, "speculative_config") is not None or "'speculative_config': {" in line
 
     def _figures(self, line: str) -> None:
