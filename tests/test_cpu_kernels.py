@@ -1,5 +1,10 @@
 """The C++ kernels against the references: attention read byte by byte from the arena, norms and rotation in float64."""
 
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import fixtures_attention
 import numpy as np
 import pytest
 import torch
@@ -13,7 +18,7 @@ from test_weights import tiny_llama, write_llama
 
 from kvist.errors import InputError
 from kvist.kernels import cpu as cpu_module
-from kvist.kernels.cpu import PagedAttention, cpu
+from kvist.kernels.cpu import Cpu, PagedAttention, cpu
 from kvist.kernels.dense import Scores
 from kvist.kernels.matrix import Matrix
 from kvist.kernels.sharing import sharing_order
@@ -45,7 +50,7 @@ def check(kernels, scene, *, repeats=3, softcap=None, seed=0):
     scene.spans = [scene.spans[index] for index in order]
     tokens = sum(span.count for span in scene.spans)
     scores = Scores(scale=group.layer.key_dim**-0.5, softcap=softcap)
-    assert PagedAttention.suits(scene.store, BF16)
+    assert PagedAttention.suits(scene.store, BF16, repeats)
     plan = PagedAttention(kernels, scene.store, scores, repeats).plan(scene.spans)
     generator = torch.Generator().manual_seed(seed)
     heads, dim = group.layer.kv_heads, group.layer.key_dim
@@ -82,7 +87,7 @@ def test_any_step_equals_the_reference(parts, leaders, window, heads, dim, block
         kv_heads=heads[0], window=window, block_tokens=block_tokens, key="bf16", value="bf16", dim=dim, layers=2
     )
     scene = make_scene(group, parts, seed=seed, shared=leaders[: len(parts)])
-    chosen = cpu_module._chosen(kind, torch.get_num_threads())
+    chosen = cpu_module._chosen(kind)
     check(chosen, scene, repeats=heads[1], softcap=softcap, seed=seed)
 
 
@@ -90,6 +95,31 @@ def test_long_contexts_are_cut_among_threads(kernels):
     group = group_of(kv_heads=1, key="bf16", value="bf16", dim=64, block_tokens=16, layers=1)
     check(kernels, make_scene(group, [(3000, 1)]))
     check(kernels, make_scene(group, [(2990, 7), (40, 1)]), repeats=2)
+
+
+@pytest.mark.parametrize("repeats", [17, 71, 256])
+def test_one_head_of_many_queries(kernels, repeats):
+    group = group_of(kv_heads=1, key="bf16", value="bf16", dim=32, block_tokens=48, layers=1)
+    check(kernels, make_scene(group, [(20, 5), (0, 1), (130, 1)]), repeats=repeats)
+
+
+def test_more_queries_of_a_head_than_a_thread_holds_are_left_to_pytorch():
+    group = group_of(kv_heads=1, key="bf16", value="bf16", dim=32, block_tokens=16, layers=1)
+    store = make_scene(group, [(0, 1)]).store
+    assert PagedAttention.suits(store, BF16, 256)
+    assert not PagedAttention.suits(store, BF16, 257)
+
+
+def test_memory_that_was_never_written_is_never_read(kernels, monkeypatch):
+    """Not a number in every place that holds no token: none may reach a result."""
+    monkeypatch.setattr(
+        fixtures_attention,
+        "poisoned_arena",
+        lambda layout, group: torch.full((layout.total_bytes,), 255, dtype=torch.uint8),
+    )
+    for window, softcap in ((None, None), (20, None), (None, 5.0)):
+        group = group_of(window=window, key="bf16", value="bf16", dim=64, block_tokens=64, layers=1)
+        check(kernels, make_scene(group, [(0, 1), (70, 9), (33, 40)]), softcap=softcap)
 
 
 def test_windows_of_long_contexts(kernels):
@@ -189,6 +219,15 @@ def test_large_and_negative_gates_stay_finite(kernels):
         assert not matrix(x).isnan().any()
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_no_rows_are_no_work(kernels, kind):
+    """A step of a prompt's chunk samples nothing, and asks the head for no rows."""
+    codes, weight = codes_of(kind, 64, 96)
+    matrix = Matrix(kernels, weight.shape, "f32", None, bits=codes.bits)
+    matrix.fill_codes(codes.codes, codes.scales, codes.minima)
+    assert matrix(torch.empty(0, 96, dtype=BF16)).shape == (0, 64)
+
+
 def test_many_rows_share_a_decoded_panel(kernels):
     codes, weight = codes_of("Q4_1", 64, 96)
     matrix = Matrix(kernels, weight.shape, "bf16", None, bits=4)
@@ -214,6 +253,64 @@ def test_the_variable_chooses(monkeypatch):
     monkeypatch.setenv("KVIST_KERNELS", "neon")
     with pytest.raises(InputError, match="KVIST_KERNELS: 'neon'"):
         cpu()
+
+
+def test_an_empty_variable_is_none_and_a_bad_one_is_refused_in_every_type(monkeypatch):
+    monkeypatch.setenv("KVIST_KERNELS", "")
+    assert cpu() is cpu_module._chosen("auto")
+    monkeypatch.setenv("KVIST_KERNELS", "neon")
+    with pytest.raises(InputError, match="KVIST_KERNELS: 'neon'"):
+        cpu_module.kernels_of(torch.float32)
+
+
+def test_kernels_follow_the_threads_of_pytorch(kernels):
+    asked = []
+
+    class Module:
+        Plan = staticmethod(lambda **_: None)
+        Geometry = staticmethod(lambda **_: None)
+
+        @staticmethod
+        def borrow_threads(start, threads):
+            asked.append((start, threads))
+
+    group = group_of(key="bf16", value="bf16", dim=32, block_tokens=16, layers=1)
+    scene = make_scene(group, [(0, 1)])
+    before = torch.get_num_threads()
+    memory = PagedAttention(Cpu(name="avx512", module=Module), scene.store, Scores(scale=1.0, softcap=None), 1)
+    try:
+        for threads in (1, 3, 1):
+            torch.set_num_threads(threads)
+            memory.plan(scene.spans)
+    finally:
+        torch.set_num_threads(before)
+    assert [threads for _, threads in asked] == [1, 3, 1]
+
+
+def test_engines_on_threads_of_their_own(kernels):
+    """Two threads multiply at once, each with a team, and what they worked in goes with them."""
+    codes, weight = codes_of("Q4_0", 160, 576)
+    matrix = Matrix(kernels, weight.shape, "f32", None, bits=4)
+    matrix.fill_codes(codes.codes, codes.scales, codes.minima)
+    inputs = [torch.randn(rows, 576).to(BF16) for rows in (3, 70)]
+    expected = [matrix(x) for x in inputs]
+    for _ in range(4):
+        with ThreadPoolExecutor(2) as pool:
+            for place, found in enumerate(pool.map(lambda x: [matrix(x) for _ in range(20)], inputs)):
+                assert all(torch.equal(one, expected[place]) for one in found)
+
+
+def test_files_for_avx512_emit_nothing_that_others_share():
+    """A template of the standard library that they emit could be linked into code for every processor."""
+    allowed = {
+        "min", "max", "clamp", "sqrt", "exp2", "memcpy", "memset", "atomic", "memory_order_relaxed", "logic_error",
+        "int8_t", "int32_t", "int64_t", "uint8_t", "uint16_t", "uint32_t", "size_t",
+    }  # fmt: skip
+    folder = Path(cpu_module.__file__).parent
+    files = [path for path in folder.glob("cpu*") if path.suffix in (".cpp", ".h") and "__m512" in path.read_text()]
+    assert len(files) == 4
+    for path in files:
+        assert set(re.findall(r"std::(\w+)", path.read_text())) <= allowed, path
 
 
 def test_without_the_extension_pytorch_computes_and_says_so_once(monkeypatch, caplog):

@@ -83,7 +83,7 @@ class Runner:
     def _memory(self, store: PagedKV) -> PagedAttention | None:
         """The group's memory as compiled kernels read it, where there are any and they can."""
         decoder = self.decoder
-        if decoder.kernels is None or not PagedAttention.suits(store, decoder.dtype):
+        if decoder.kernels is None or not PagedAttention.suits(store, decoder.dtype, decoder.repeats):
             return None
         return PagedAttention(decoder.kernels, store, decoder.scores, decoder.repeats)
 
@@ -155,7 +155,8 @@ def _on_large_pages(size: int) -> Tensor:
     """
     if size == 0 or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(size, dtype=torch.uint8)
-    memory = mmap.mmap(-1, size + _LARGE_PAGE)
+    # Shared memory, Python's default, has large pages on few systems, and a forked child would write into ours.
+    memory = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <new>
 #include <vector>
 
 namespace kvist {
@@ -78,47 +79,71 @@ struct Run {
 // Fills a plan that has its geometry, scale, softcap and window.
 void make_plan(Plan& plan, const Tables& tables, const std::vector<Run>& runs, int threads);
 
-// Runs `body(thread)` on every thread of the team that the framework's own operators use.
+// Memory that grows, aligned for the kernels; what it held is lost when it does. Out of line, so that files compiled
+// for AVX-512 emit no template of the standard library, which the linker might choose for all others.
+class Buffer {
+  public:
+    Buffer() = default;
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    ~Buffer();
+
+    void* reserve(std::size_t bytes);
+    void* data() const { return data_; }
+
+  private:
+    void* data_ = nullptr;
+    std::size_t bytes_ = 0;
+};
+
+// Runs `body()` on every thread of the team that the framework's own operators use.
 class Team {
   public:
     using Start = void (*)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel
-    using Number = int (*)();                                            // omp_get_thread_num
 
-    void borrow(Start start, Number number, int threads) {
-        start_ = start;
-        number_ = number;
-        threads_ = start == nullptr ? 1 : threads;
+    // May be called while another thread runs: that run keeps the threads it began with.
+    void borrow(Start start, int threads) {
+        start_.store(start, std::memory_order_relaxed);
+        threads_.store(start == nullptr ? 1 : threads, std::memory_order_relaxed);
     }
 
-    int threads() const { return threads_; }
+    int threads() const { return threads_.load(std::memory_order_relaxed); }
 
+    // The body throws nothing but `std::bad_alloc`, which must not leave a borrowed thread: the caller gets it.
     template <class Body>
     void run(Body&& body) const {
-        if (threads_ == 1) {
-            body(0);
+        const int threads = this->threads();
+        const Start start = start_.load(std::memory_order_relaxed);
+        if (threads == 1 || start == nullptr) {
+            body();
             return;
         }
         struct Call {
             Body* body;
-            Number number;
-        } call{&body, number_};
-        start_(
+            std::atomic<bool> failed;
+        } call{&body, {false}};
+        start(
             [](void* data) {
                 auto* call = static_cast<Call*>(data);
-                (*call->body)(call->number());
+                try {
+                    (*call->body)();
+                } catch (const std::bad_alloc&) {
+                    call->failed.store(true, std::memory_order_relaxed);
+                }
             },
-            &call, static_cast<unsigned>(threads_), 0);
+            &call, static_cast<unsigned>(threads), 0);
+        if (call.failed.load(std::memory_order_relaxed)) throw std::bad_alloc();
     }
 
     // Runs `body(index)` for 0 … count - 1, `grain` indices at a time, in whatever order threads are free.
     template <class Body>
     void share(std::int64_t count, std::int64_t grain, Body&& body) const {
-        if (threads_ == 1 || count <= grain) {
+        if (threads() == 1 || count <= grain) {
             for (std::int64_t index = 0; index < count; ++index) body(index);
             return;
         }
         std::atomic<std::int64_t> next{0};
-        run([&](int) {
+        run([&] {
             for (;;) {
                 const std::int64_t begin = next.fetch_add(grain, std::memory_order_relaxed);
                 if (begin >= count) return;
@@ -129,9 +154,8 @@ class Team {
     }
 
   private:
-    Start start_ = nullptr;
-    Number number_ = nullptr;
-    int threads_ = 1;
+    std::atomic<Start> start_{nullptr};
+    std::atomic<int> threads_{1};
 };
 
 // A weight as the kernels read it; see cpu_matrix.cpp for the drawing.

@@ -28,6 +28,10 @@ _log = logging.getLogger("kvist")
 _VARIABLE = "KVIST_KERNELS"
 _CHOICES = ("auto", "amx", "avx512", "torch")
 
+# cpu_attention.cpp: kMaxDim, and kMaxTiles of 16 queries.
+_MOST_DIM = 256
+_MOST_REPEATS = 256
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cpu:
@@ -45,6 +49,10 @@ class Cpu:
     def amx(self) -> bool:
         """Whether products run on the matrix unit."""
         return self.name == "amx"
+
+    def follow_threads(self) -> None:
+        """Run on as many threads as PyTorch does now."""
+        self.module.borrow_threads(_team(), torch.get_num_threads())
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor, multiplier: Tensor | None, eps: float) -> None:
         """Norm each head, where there is a multiplier, and turn it, in place.
@@ -95,23 +103,36 @@ class Cpu:
 def cpu() -> Cpu | None:
     """Return the kernels that suit this machine; None where there are none.
 
-    The environment variable ``KVIST_KERNELS`` chooses: ``auto``, ``amx``, ``avx512``, or ``torch`` for none.
+    The environment variable ``KVIST_KERNELS`` chooses: ``auto``, which empty means too, ``amx``, ``avx512``, or
+    ``torch`` for none.
 
     Raises:
         InputError: the variable asks for something else, or for what this machine cannot do.
     """
-    return _chosen(os.environ.get(_VARIABLE, "auto"), torch.get_num_threads())
+    return _chosen(_choice())
 
 
 def kernels_of(dtype: torch.dtype) -> Cpu | None:
-    """Return the kernels that compute in this type: those of :func:`cpu` in bf16, none in others."""
-    return cpu() if dtype == torch.bfloat16 else None
+    """Return the kernels that compute in this type: those of :func:`cpu` in bf16, none in others.
+
+    Raises:
+        InputError: as :func:`cpu`; in other types the variable must still be one of its choices.
+    """
+    if dtype == torch.bfloat16:
+        return cpu()
+    _choice()
+    return None
+
+
+def _choice() -> str:
+    choice = os.environ.get(_VARIABLE) or "auto"
+    if choice not in _CHOICES:
+        raise InputError(f"{_VARIABLE}: {choice!r} is no choice; choose one of {', '.join(_CHOICES)}", key=_VARIABLE)
+    return choice
 
 
 @cache
-def _chosen(choice: str, threads: int) -> Cpu | None:
-    if choice not in _CHOICES:
-        raise InputError(f"{_VARIABLE}: {choice!r} is no choice; choose one of {', '.join(_CHOICES)}", key=_VARIABLE)
+def _chosen(choice: str) -> Cpu | None:
     if choice == "torch":
         return None
     found = _module()
@@ -130,8 +151,9 @@ def _chosen(choice: str, threads: int) -> Cpu | None:
         )
     if found is None or not kinds:
         return None
-    _borrow_threads(found, threads)
-    return Cpu(name=kinds[0] if choice == "auto" else choice, module=found)
+    kernels = Cpu(name=kinds[0] if choice == "auto" else choice, module=found)
+    kernels.follow_threads()
+    return kernels
 
 
 def _could() -> bool:
@@ -148,16 +170,17 @@ def _module() -> Any:
     return _cpu
 
 
-def _borrow_threads(module: Any, threads: int) -> None:
-    """Let the kernels run on PyTorch's own team of threads: two teams would push each other off the cores."""
+@cache
+def _team() -> int:
+    """Address of what starts PyTorch's own team of threads: two teams would push each other off the cores.
+
+    0 where it is not found; the kernels then run on the thread that calls them.
+    """
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        start, number = library.GOMP_parallel, library.omp_get_thread_num
+        return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
     except (OSError, AttributeError):
-        module.borrow_threads(0, 0, 1)
-        return
-    addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in (start, number)]
-    module.borrow_threads(*addresses, threads)
+        return 0
 
 
 class PagedAttention:
@@ -190,18 +213,23 @@ class PagedAttention:
         )
 
     @staticmethod
-    def suits(store: PagedKV, dtype: torch.dtype) -> bool:
-        """Whether the kernels read what is in this memory: bf16, blocks of whole vectors of 16 tokens."""
+    def suits(store: PagedKV, dtype: torch.dtype, repeats: int) -> bool:
+        """Whether the kernels read what is in this memory: bf16, blocks of whole vectors of 16 tokens.
+
+        One token's queries of a KV head must fit into what a thread works in.
+        """
         return (
             dtype == torch.bfloat16
             and all(part.dtype == dtype for part in store.parts)
             and store.block_tokens % 16 == 0
             and store.dim % 32 == 0
-            and store.dim <= 256
+            and store.dim <= _MOST_DIM
+            and repeats <= _MOST_REPEATS
         )
 
     def plan(self, spans: Sequence[Span]) -> "PagedPlan":
         """Plan a step; ``spans`` as for :class:`kvist.kernels.attention.AttentionPlan`."""
+        self.kernels.follow_threads()
         return PagedPlan(self, spans)
 
 

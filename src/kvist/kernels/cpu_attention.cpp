@@ -203,7 +203,7 @@ class Job {
             for (int i = 0; i < 2; ++i) {
                 const std::int64_t key = first + (g + i) * kLanes;
                 count[i] = static_cast<int>(std::clamp<std::int64_t>(end - key, 0, kLanes));
-                half[i] = count[i] > 0 ? run_of(unit, key, shape_.kv_heads + head) : nullptr;
+                half[i] = run_of(unit, count[i] > 0 ? key : first, shape_.kv_heads + head);
                 fetch(unit, head, key + kKeys);
             }
             for (int d = 0; d < shape_.dim; d += 32) {
@@ -340,9 +340,13 @@ class Job {
     // Puts the lowest score where a query does not see a key.
     void hide(int tile, int place, std::int64_t first, std::int64_t begin, std::int64_t end, int count) {
         const std::int64_t* position = s_.position[tile];
-        const auto [low, high] = std::minmax_element(position, position + kLanes);
-        const std::int64_t last = std::min(end, *low + 1);
-        const std::int64_t from = plan_.window > 0 ? std::max(begin, *high - plan_.window + 1) : begin;
+        std::int64_t low = position[0], high = position[0];
+        for (int lane = 1; lane < kLanes; ++lane) {
+            low = std::min(low, position[lane]);
+            high = std::max(high, position[lane]);
+        }
+        const std::int64_t last = std::min(end, low + 1);
+        const std::int64_t from = plan_.window > 0 ? std::max(begin, high - plan_.window + 1) : begin;
         if (first >= from && first + count <= last) return;
         // Places relative to `first`, which keeps them in 32 bits.
         alignas(64) std::int32_t stop[kLanes], start[kLanes];
@@ -456,13 +460,6 @@ class Job {
     std::int64_t last_key_ = 0;
 };
 
-Scratch& scratch() {
-    // Kept by its thread: a few hundred KiB that every job writes before it reads.
-    static thread_local Scratch* memory = nullptr;
-    if (memory == nullptr) memory = new Scratch;
-    return *memory;
-}
-
 // Results of one row, merged (FlashInfer's cascade, arXiv:2501.01005).
 void merge(const Plan& plan, std::int64_t index, bf16* out) {
     const Geometry& shape = plan.geometry;
@@ -509,9 +506,9 @@ void attend(Plan& plan, const Team& team, bool amx, char* arena, const bf16* q, 
     });
     const std::int64_t jobs = static_cast<std::int64_t>(plan.tasks.size());
     std::atomic<std::int64_t> next{0};
-    team.run([&](int) {
+    team.run([&] {
+        Job job(plan, amx, arena, q, q_stride, of_this_thread<Scratch>());
         if (amx) tiles_begin();
-        Job job(plan, amx, arena, q, q_stride, scratch());
         for (;;) {
             const std::int64_t index = next.fetch_add(1, std::memory_order_relaxed);
             if (index >= jobs) break;

@@ -12,6 +12,18 @@ namespace kvist::avx512 {
 constexpr int kLanes = 16;
 constexpr float kLowest = -200;  // two to the power of this is 0
 
+// What a thread works in, for as long as it lives: a few hundred KiB that every job writes before it reads.
+template <class T>
+T& of_this_thread() {
+    struct Held {
+        T* memory = nullptr;
+        ~Held() { delete memory; }
+    };
+    static thread_local Held held;
+    if (held.memory == nullptr) held.memory = new T;
+    return *held.memory;
+}
+
 // ---- the matrix unit ------------------------------------------------------------------------------------------------
 // Inline assembly says that memory is read and written, which the compilers' own intrinsics of these do not.
 

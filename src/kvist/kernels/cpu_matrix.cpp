@@ -250,36 +250,27 @@ inline void raise(const std::uint8_t* from, std::int64_t tile_bytes, std::uint32
 }
 
 struct Work {
-    std::vector<std::uint32_t> memory;
+    Buffer panel;  // decoded
     alignas(64) float sums[kPanel * kPanel];
     alignas(64) std::uint32_t ahead[kAhead * 512];
     Few few;
-
-    // A decoded panel, and rows that had to be padded, behind it.
-    std::uint32_t* aligned(std::size_t words) {
-        if (memory.size() < words + 16) memory.resize(words + 16);
-        const auto address = reinterpret_cast<std::uintptr_t>(memory.data());
-        return memory.data() + (64 - address % 64) % 64 / 4;
-    }
 };
 
-Work& work() {
-    static thread_local Work* mine = nullptr;
-    if (mine == nullptr) mine = new Work;
-    return *mine;
-}
+// What the caller of a product lays out for all threads: rows padded to whole tiles, or the sums of their steps.
+struct Shared {
+    Buffer memory;
+};
 
 // One panel for up to kRows rows.
 template <bool kAmx>
-void panel_product(const Matrix& m, std::int64_t panel, const bf16* x, std::int64_t first, std::int64_t end,
-                   const bf16* tail, void* out, const float* bias) {
-    Work& mine = work();
+void panel_product(const Matrix& m, Work& mine, std::int64_t panel, const bf16* x, std::int64_t first,
+                   std::int64_t end, const bf16* tail, void* out, const float* bias) {
     const std::int64_t steps = m.inputs / kStep, rows = end - first;
     const std::uint32_t* whole = nullptr;
     if (m.bits == 16) {
         whole = reinterpret_cast<const std::uint32_t*>(m.data) + panel * steps * 512;
     } else if (rows > kPanel) {
-        std::uint32_t* decoded = mine.aligned(static_cast<std::size_t>(steps) * 512);
+        auto* decoded = static_cast<std::uint32_t*>(mine.panel.data());
         decode_steps(m, panel, 0, steps, decoded);
         whole = decoded;
     }
@@ -302,10 +293,8 @@ void panel_product(const Matrix& m, std::int64_t panel, const bf16* x, std::int6
 
 // One panel of 4-bit codes for up to kFew rows, on the matrix unit. `step_sums` holds the sum of each row's inputs of a
 // step, [rows, steps].
-void few_rows(const Matrix& m, std::int64_t panel, const bf16* x, int rows, const float* step_sums, void* out,
-              const float* bias) {
-    Work& mine = work();
-    Few& few = mine.few;
+void few_rows(const Matrix& m, Few& few, std::int64_t panel, const bf16* x, int rows, const float* step_sums,
+              void* out, const float* bias) {
     const std::int64_t steps = m.inputs / kStep, bytes = 2 * m.inputs;
     const std::uint8_t* from = m.data + panel * steps * 2 * m.tile_bytes;
     std::memset(few.sums, 0, sizeof(float) * kPanel * static_cast<std::size_t>(rows));
@@ -348,24 +337,24 @@ void few_rows(const Matrix& m, std::int64_t panel, const bf16* x, int rows, cons
 
 // Few rows of 4-bit weights: tiles are as low as there are rows.
 void product_of_few(const Matrix& m, const Team& team, const bf16* x, int rows, void* out, const float* bias) {
-    static thread_local std::vector<float> sums;
     const std::int64_t steps = m.inputs / kStep, panels = m.outputs / kPanel;
-    sums.resize(static_cast<std::size_t>(rows * steps));
+    const auto sum_bytes = sizeof(float) * static_cast<std::size_t>(rows * steps);
+    auto* sums = static_cast<float*>(of_this_thread<Shared>().memory.reserve(sum_bytes));
     for (int row = 0; row < rows; ++row)
         for (std::int64_t step = 0; step < steps; ++step) {
             const bf16* at = x + row * m.inputs + step * kStep;
             sums[row * steps + step] = _mm512_reduce_add_ps(_mm512_add_ps(load(at), load(at + kLanes)));
         }
-    const float* step_sums = sums.data();
     const std::int64_t grain = std::max<std::int64_t>(1, std::min<std::int64_t>(8, panels / (8 * team.threads())));
     std::atomic<std::int64_t> next{0};
-    team.run([&](int) {
+    team.run([&] {
+        Few& few = of_this_thread<Work>().few;
         tiles_begin(rows);
         for (;;) {
             const std::int64_t first = next.fetch_add(grain, std::memory_order_relaxed);
             if (first >= panels) break;
             for (std::int64_t panel = first; panel < std::min(panels, first + grain); ++panel)
-                few_rows(m, panel, x, rows, step_sums, out, bias);
+                few_rows(m, few, panel, x, rows, sums, out, bias);
         }
         tiles_end();
     });
@@ -375,26 +364,31 @@ template <bool kAmx>
 void product(const Matrix& m, const Team& team, const bf16* x, std::int64_t rows, void* out, const float* bias) {
     const std::int64_t panels = m.outputs / kPanel;
     // The rows of the last block, padded with zeros.
-    static thread_local std::vector<bf16> padded;
+    bf16* tail = nullptr;
     const std::int64_t left = rows % kPanel;
     if (kAmx && left % kLanes != 0) {
-        padded.assign(static_cast<std::size_t>(kPanel * m.inputs), 0);
-        std::memcpy(padded.data(), x + (rows - left) * m.inputs, static_cast<std::size_t>(left * m.inputs) * 2);
+        const auto bytes = 2 * static_cast<std::size_t>(kPanel * m.inputs);
+        tail = static_cast<bf16*>(of_this_thread<Shared>().memory.reserve(bytes));
+        std::memset(tail, 0, bytes);
+        std::memcpy(tail, x + (rows - left) * m.inputs, 2 * static_cast<std::size_t>(left * m.inputs));
     }
-    const bf16* tail = padded.data();
+    // Few rows are decoded some steps at a time, into the thread's own memory.
+    const std::size_t decoded = m.bits == 16 || rows <= kPanel ? 0 : static_cast<std::size_t>(m.inputs) * kPanel * 2;
     const std::int64_t blocks = (rows + kRows - 1) / kRows;
     // A few panels at a time where each is little work.
     const std::int64_t grain = std::max<std::int64_t>(1, std::min<std::int64_t>(8, panels / (8 * team.threads())));
     const std::int64_t runs = (panels + grain - 1) / grain;
     std::atomic<std::int64_t> next{0};
-    team.run([&](int) {
+    team.run([&] {
+        Work& mine = of_this_thread<Work>();
+        mine.panel.reserve(decoded);
         if (kAmx) tiles_begin();
         for (;;) {
             const std::int64_t index = next.fetch_add(1, std::memory_order_relaxed);
             if (index >= blocks * runs) break;
             const std::int64_t first = index / runs * kRows, panel = index % runs * grain;
             for (std::int64_t p = panel; p < std::min(panels, panel + grain); ++p)
-                panel_product<kAmx>(m, p, x, first, std::min(rows, first + kRows), tail, out, bias);
+                panel_product<kAmx>(m, mine, p, x, first, std::min(rows, first + kRows), tail, out, bias);
         }
         if (kAmx) tiles_end();
     });
@@ -404,6 +398,7 @@ void product(const Matrix& m, const Team& team, const bf16* x, std::int64_t rows
 
 void multiply(const Matrix& m, const Team& team, bool amx, const bf16* x, std::int64_t rows, void* out,
               const float* bias) {
+    if (rows == 0) return;  // which tiles cannot have
     if (amx && m.bits == 4 && rows <= kFew)
         product_of_few(m, team, x, static_cast<int>(rows), out, bias);
     else if (amx)

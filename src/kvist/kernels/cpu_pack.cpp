@@ -1,4 +1,4 @@
-// Weights into the order in which products read them.
+// Weights into the order in which products read them; memory.
 
 #include <cstdlib>
 #include <cstring>
@@ -15,17 +15,37 @@ namespace {
 
 constexpr std::int64_t kLargePage = std::int64_t{2} << 20;
 
+constexpr std::size_t kLine = 64;
+
+void* aligned(std::size_t alignment, std::size_t bytes) {
+    void* memory = nullptr;
+    if (posix_memalign(&memory, alignment, bytes) != 0) throw std::bad_alloc();
+    return memory;
+}
+
 std::int64_t tile_bytes_of(int bits) { return bits == 16 ? 1024 : bits * 64 + 64; }
 
 }  // namespace
 
+Buffer::~Buffer() { std::free(data_); }
+
+void* Buffer::reserve(std::size_t bytes) {
+    if (bytes > bytes_) {
+        std::free(data_);
+        data_ = nullptr;
+        bytes_ = 0;
+        data_ = aligned(kLine, bytes);
+        bytes_ = bytes;
+    }
+    return data_;
+}
+
 Matrix::Matrix(std::int64_t outputs, std::int64_t inputs, int bits, Result result)
     : outputs(outputs), inputs(inputs), bits(bits), result(result), tile_bytes(tile_bytes_of(bits)) {
     const std::int64_t size = outputs / 16 * (inputs / 32) * tile_bytes;
-    const std::int64_t page = size >= kLargePage ? kLargePage : 64;
+    const std::int64_t page = size >= kLargePage ? kLargePage : static_cast<std::int64_t>(kLine);
     data = static_cast<std::uint8_t*>(
-        std::aligned_alloc(static_cast<std::size_t>(page), static_cast<std::size_t>((size + page - 1) / page * page)));
-    if (data == nullptr) throw std::bad_alloc();
+        aligned(static_cast<std::size_t>(page), static_cast<std::size_t>((size + page - 1) / page * page)));
 #if defined(__linux__)
     if (page == kLargePage) madvise(data, static_cast<std::size_t>(size), MADV_HUGEPAGE);
 #endif

@@ -36,7 +36,7 @@ class Matrix:
         self.packed = kernels.module.Matrix(outputs=outputs, inputs=inputs, bits=bits, result=_RESULTS.index(result))
         self.bias: Tensor | None = None
         if bias is not None:
-            self.bias = bias.float()
+            self.bias = bias.float().contiguous()
             if self.gated:
                 # The kernels hold 16 outputs of the gate, then 16 of the other half, by turns.
                 self.bias = self.bias.view(2, -1, 16).transpose(0, 1).reshape(-1)
