@@ -236,6 +236,13 @@ def test_a_pipeline_holds_what_its_worst_stage_does() -> None:
         ({"gpu": "H100", "overhead": "much"}, "overhead: 'much' is not a size"),
         ({"tp": 2}, "tp: 2 needs a memory to count in; add `gpu`, `memory` or `cache_memory`"),
         ({"gpu": "H100", "settings": {"block_size": 32}}, "settings: block_size is a setting of no engine"),
+        ({"gpu": "H100x2", "engine": "llama.cpp"}, "engine: llama.cpp is accounted for on one device, not on 2"),
+        ({"cache_memory": "1GiB", "tp": 2, "engine": "transformers"}, "transformers is accounted for on one device"),
+        (
+            {"gpu": "H100", "engine": "vllm", "settings": {"tensor-parallel-size": 2}},
+            "settings: tensor_parallel_size=2, but tp is 1 in this plan; give `tp` alone",
+        ),
+        ({"gpu": "H100x2", "engine": "sglang", "settings": {"tp_size": "1"}}, "settings: tp_size=1, but tp is 2"),
         ({"gpu": "H100", "tp": 2, "engine": "kvist"}, "engine: kvist runs on one device, not on 2"),
     ],
 )
@@ -334,6 +341,20 @@ def test_json_has_what_others_rely_on(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @needs_configs
+@pytest.mark.parametrize(
+    ("engine", "settings"),
+    [
+        ("vllm", {"kv_cache_memory_bytes": "999TiB"}),
+        ("vllm", {"num_gpu_blocks_override": 99_999_999}),
+        ("llama.cpp", {"n_ctx": 2**31}),
+        ("transformers", {"batch_size": 100_000, "cache": "static"}),
+    ],
+)
+def test_settings_that_ask_for_more_than_a_device_has(engine: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(DoesNotFit, match=f"^{engine}: "):
+        kvist.plan(FULL / "llama-3.1-8b.json", gpu="H100", engine=engine, settings=settings)
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_other_engines_account_for_a_device_of_a_plan(engine: str) -> None:
     plan = kvist.plan(FULL / "llama-3.1-8b.json", gpu="H100", engine=engine, context="8k")

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvist.errors import InputError
+from kvist.errors import DoesNotFit, InputError
 from kvist.planning.deployment import Stage
 from kvist.planning.engines import engine_account
 from kvist.planning.engines.account import EngineAccount, EngineBudget, EngineGroup
 from kvist.planning.fit import Fit
 from kvist.planning.plan import Plan
+from kvist.units import format_size
 
 # What other engines call ranks and stages, where they have them.
 _SHARING = {
@@ -35,29 +36,51 @@ def account_of(plan: Plan, fit: Fit, engine: str, settings: Mapping[str, Any] | 
 
     Raises:
         InputError: there is no such engine, or a setting is wrong.
-        DoesNotFit: the engine would not start.
+        DoesNotFit: the engine would not start, or its settings ask for more than a device has.
     """
     if engine == "kvist":
         return _kvist(plan, fit, settings)
     machine = fit.deployment.machine
+    if engine not in _SHARING and machine.tp * machine.pp > 1:
+        raise InputError(
+            f"engine: {engine} is accounted for on one device, not on {machine.tp * machine.pp} that share a model; "
+            "leave the engine out, or plan with one",
+            key="engine",
+        )
     budget = EngineBudget(
         cache=machine.cache,
         device=machine.memory,
         taken=0 if machine.cache is not None else max(_taken(fit, stage, engine) for stage in fit.deployment.stages),
     )
     chosen = dict(settings or {})
-    for key, ranks in zip(_SHARING.get(engine, ()), (machine.tp, machine.pp), strict=False):
+    said = _said(settings)
+    for key, option, ranks in zip(_SHARING.get(engine, ()), ("tp", "pp"), (machine.tp, machine.pp), strict=False):
+        if said.get(key, str(ranks)) != str(ranks):
+            raise InputError(
+                f"settings: {key}={said[key]}, but {option} is {ranks} in this plan; give `{option}` alone",
+                key="settings",
+            )
         if ranks > 1:
             chosen.setdefault(key, ranks)
     account = engine_account(
         plan.spec, plan.format, engine=engine, budget=budget, context=fit.demand.context, settings=chosen
     )
-    return replace(account, notes=(*_storage_notes(plan, engine, settings or {}), *account.notes))
+    weights = max(stage.weights for stage in fit.deployment.stages)
+    if machine.memory is not None and weights + account.allocated_bytes > machine.memory:
+        raise DoesNotFit(
+            f"{engine}: its settings ask for {format_size(account.allocated_bytes)} of cache beside "
+            f"{format_size(weights)} of weights; {format_size(machine.memory)} is all that a device has"
+        )
+    return replace(account, notes=(*_storage_notes(plan, engine, said), *account.notes))
 
 
-def _storage_notes(plan: Plan, engine: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
+def _said(settings: Mapping[str, Any] | None) -> dict[str, str]:
+    """Settings as texts, by the names that accounts know them by."""
+    return {key.removeprefix("--").replace("-", "_"): str(value) for key, value in (settings or {}).items()}
+
+
+def _storage_notes(plan: Plan, engine: str, said: Mapping[str, str]) -> tuple[str, ...]:
     """That an engine was told to store keys and values otherwise than the plan does."""
-    said = {key.removeprefix("--").replace("-", "_"): str(value) for key, value in settings.items()}
     told = {key: said[key] for key in _STORAGE[engine] if said.get(key, "auto") != "auto"}
     if "kv_cache_dtype" in told:
         told.pop("dtype", None)

@@ -165,7 +165,8 @@ def account(
         raise DoesNotFit(
             f"vllm: one sequence of {length:,} tokens needs {format_size(pool.needed_bytes(length))} "
             f"({pool.sequence_blocks(length):,} blocks of {format_size(pool.block_bytes)}); "
-            f"{format_size(max(0, pool.budget))} without the null block holds {pool.longest(length):,} tokens"
+            f"{format_size(max(0, pool.num_blocks * pool.block_bytes))} without the null block holds "
+            f"{pool.longest(length):,} tokens"
         )
     in_flight = pool.settings.in_flight_tokens
     return EngineAccount(
