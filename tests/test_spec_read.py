@@ -58,7 +58,7 @@ def test_gemma_costs_18_kib_until_its_window_and_3_after() -> None:
 def test_unknown_names_list_the_nearest() -> None:
     with pytest.raises(UnknownModel, match="nearest: gemma-3-270m"):
         known_model("gemma3-27m")
-    with pytest.raises(UnknownModel, match="[0-9]{3} are known: kvist models"):
+    with pytest.raises(UnknownModel, match=r"[0-9]{3} are known: kvist models"):
         known_model("qqqqqqqq")
 
 

@@ -1,11 +1,12 @@
 """``kvist models`` as tables: the list, and models side by side."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvist.planning.catalogue import Listing
 from kvist.planning.kinds import KINDS
 from kvist.report.tables import Column, print_facts, print_table
 from kvist.spec.formats import CacheFormat
+from kvist.spec.model import ModelSpec
 from kvist.units import format_size
 
 # Models of one table side by side; as many as 80 columns hold.
@@ -48,8 +49,8 @@ def print_models(found: Sequence[Listing], fmt: CacheFormat, *, dated: bool = Fa
         ]
     )
     copies = sum(each.like is not None for each in found)
-    same = f", {copies} of them tuned or quantised copies with the memory of another" if copies else ""
-    print(f"{len(found)} {'models' if len(found) > 1 else 'model'}{same}; keys in {fmt.key}, values in {fmt.value}")
+    same = f", {copies} of them copies with the memory of another" if copies else ""
+    print(f"{len(found)} {'models' if len(found) > 1 else 'model'}{same}; keys {fmt.key}, values {fmt.value}")
 
 
 def print_compared(found: Sequence[Listing], fmt: CacheFormat, lengths: Sequence[int]) -> None:
@@ -60,27 +61,20 @@ def print_compared(found: Sequence[Listing], fmt: CacheFormat, lengths: Sequence
         rows = [("released", *(each.released or "" for each in abreast)), ("kind", *(each.kind for each in abreast))]
         rows.append(("exact", *("yes" if each.spec.exact else "no: assumed" for each in abreast)))
         rows.append(("layers", *(str(len(each.spec.layers)) for each in abreast)))
-        rows.append(
-            ("append", *(_times(*(float(e.spec.append_bytes_per_token(fmt)) for e in (one, first))) for one in abreast))
-        )
-        rows.append(
-            (
-                "retained",
-                *(_times(*(float(e.spec.retained_bytes_per_token(fmt)) for e in (one, first))) for one in abreast),
-            )
-        )
-        rows.append(("state", *(_times(*(float(e.spec.state_bytes(fmt)) for e in (one, first))) for one in abreast)))
+        measures: dict[str, Callable[[ModelSpec], float]] = {
+            "append": lambda spec: float(spec.append_bytes_per_token(fmt)),
+            "retained": lambda spec: float(spec.retained_bytes_per_token(fmt)),
+            "state": lambda spec: spec.state_bytes(fmt),
+        }
+        for what, measure in measures.items():
+            rows.append((what, *(_times(measure(each.spec), measure(first.spec)) for each in abreast)))
         for tokens in lengths:
-            rows.append(
-                (
-                    f"at {format_tokens(tokens)}",
-                    *(
-                        _times(*(float(e.spec.sequence_bytes(tokens, fmt)) for e in (one, first)))
-                        + ("*" if tokens > one.spec.max_context else "")
-                        for one in abreast
-                    ),
-                )
+            whole = first.spec.sequence_bytes(tokens, fmt)
+            cells = (
+                _times(each.spec.sequence_bytes(tokens, fmt), whole) + ("*" if tokens > each.spec.max_context else "")
+                for each in abreast
             )
+            rows.append((f"at {format_tokens(tokens)}", *cells))
         print_table(
             (Column(title=" ", whole=True), *(Column(title=_name(each), number=True) for each in abreast)), rows
         )
