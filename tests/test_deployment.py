@@ -1,6 +1,7 @@
 """Devices: where their memory goes, what a rank or a stage holds, and which of them hold so many users."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvist.planning.explain import explain
 from kvist.planning.plan import Budget
 from kvist.planning.sharding import LayerRange, rank_spec, split_layers
 from kvist.planning.weights import weights_of
+from kvist.report.plan_tables import print_plan
 from kvist.spec.layers import Attention, Latent, State
 from kvist.spec.model import ModelSpec
 from kvist.spec.read import read_description
@@ -390,3 +392,19 @@ def test_sets_say_where_the_time_between_ranks_is_left_out() -> None:
     for each in sets:
         counted = each["tp"] == 1 or linked[each["gpu"]]
         assert each["link_counted"] == counted
+
+
+def test_what_is_explained_of_stages_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = kvist.plan(read(LLAMA_8B), gpu="H100x4", tp=2, pp=2)
+    assert plan.speed is not None
+    rows = {row.what: row for row in explain(plan)}
+    rate = rows["decode, tokens a second at best"]
+    found = re.match(r"([0-9,]+) sequences every ([0-9,]+) microseconds", rate.formula)
+    assert found is not None
+    sequences, micros = (int(word.replace(",", "")) for word in found.groups())
+    assert rate.value == pytest.approx(sequences / micros * 1e6, rel=1e-3)
+    # What each device has: its weights, what is set aside, and the cache.
+    parts = sum(2 * row.value for name, row in rows.items() if name.endswith(("layers 0 to 15", "layers 16 to 31")))
+    assert parts + rows["cache"].value == rows["memory"].value
+    print_plan(plan)
+    assert "of blocks on a device, at 8,192 tokens" in capsys.readouterr().out

@@ -61,8 +61,16 @@ def _devices(deployment: Deployment) -> Iterator[Explained]:
             yield Explained(
                 what=f"weights on one device{of}",
                 value=stage.weights,
-                formula=f"the fullest of {machine.tp} ranks, with what every rank holds",
-                source="heads and widths are dealt out; latents, norms and routers are on every rank",
+                formula=(
+                    "its layers, and what is before or behind them"
+                    if machine.tp == 1
+                    else f"the fullest of {machine.tp} ranks, with what every rank holds"
+                ),
+                source=(
+                    "layers are dealt out"
+                    if machine.tp == 1
+                    else "heads and widths are dealt out; latents, norms and routers are on every rank"
+                ),
             )
         for cost in deployment.costs(stage):
             yield Explained(what=f"{cost.what}{of}", value=cost.size, formula=cost.formula, source=cost.source)
@@ -113,8 +121,11 @@ def _speed(speed: Speed) -> Iterator[Explained]:
     yield Explained(
         what="decode, tokens a second at best",
         value=round(speed.decode_rate),
-        formula=f"{speed.replicas} replicas x {speed.decode.tokens:,} sequences a step",
-        source="the step above",
+        formula=(
+            f"{'' if speed.replicas == 1 else f'{speed.replicas} replicas x '}{speed.decode.tokens:,} sequences every "
+            f"{speed.decode.stage_seconds * 10**6:,.0f} microseconds"
+        ),
+        source="the step above; stages work on different sequences at once",
     )
 
 

@@ -23,6 +23,8 @@ def print_capacity(budget: Budget, speed: Speed | None) -> None:
     if budget.overhead:
         facts.append(("overhead", format_size(budget.overhead)))
     average = "on average" if budget.mix else "of blocks"
+    if budget.deployment is not None and budget.deployment.machine.tp * budget.deployment.machine.pp > 1:
+        average += " on a device,"
     facts += [
         ("cache", f"{format_size(budget.cache)}: {budget.cache_tokens:,} tokens in blocks of {budget.block_tokens}"),
         ("one user", f"{format_size(budget.sequence_allocated)} {average} at {budget.context:,} tokens"),
