@@ -13,9 +13,11 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_equivalence import QUESTIONS, relative_error, watch
 from test_model import prompts_of, run_greedy, runner_of, worst_error
 from test_weights import tiny_llama, write_llama
 
+from kvist.engine.engine import Engine
 from kvist.errors import InputError
 from kvist.kernels import cpu as cpu_module
 from kvist.kernels.cpu import Cpu, PagedAttention, cpu
@@ -325,3 +327,39 @@ def test_without_the_extension_pytorch_computes_and_says_so_once(monkeypatch, ca
     with pytest.raises(InputError, match="choose one of torch"):
         cpu()
     cpu_module._chosen.cache_clear()
+
+
+# Mean and largest difference of logits from float32's, by the largest logit, over the prompts below.
+REAL = {"smollm2_path": (0.025, 0.06), "gemma_path": (0.025, 0.06)}
+
+
+@pytest.mark.parametrize("model", list(REAL))
+def test_real_models_keep_to_float32(model, request, monkeypatch):
+    """Prompts past Gemma's window, in chunks, beside short ones, then a few decoded tokens, on each kind of kernel."""
+    path = request.getfixturevalue(model)
+    exact = Engine(path, dtype="f32", memory="384MiB")
+    words = " ".join(f"{index} {question}" for index, question in enumerate(QUESTIONS * 3))
+    prompts = [exact.tokenizer.encode(text) for text in (*QUESTIONS[:3], words)]
+    assert len(prompts[-1]) > 550
+    expected = logits_of(exact, prompts, steps=1)[0]
+    for kind in ["torch", *kinds()]:
+        monkeypatch.setenv("KVIST_KERNELS", kind)
+        engine = Engine(path, dtype="bf16", memory="192MiB", max_batch_tokens=300)
+        found, answers = logits_of(engine, prompts, steps=5)
+        longer = [prompt + answer[:-1] for prompt, answer in zip(prompts, answers, strict=True)]
+        last = logits_of(exact, longer, steps=1)[0]
+        errors = [
+            relative_error(ours[place], theirs[0])
+            for place, right in ((0, expected), (-1, last))
+            for ours, theirs in zip(found, right, strict=True)
+        ]
+        mean, most = REAL[model]
+        assert (sum(errors) / len(errors) < mean, max(errors) < most) == (True, True), (kind, errors)
+
+
+def logits_of(engine, prompts, *, steps):
+    """Logits of each step and the tokens, by prompt."""
+    rows = watch(engine)
+    answers = engine.generate(prompts, max_tokens=steps, temperature=0, ignore_eos=True)
+    seen = [rows[key] for key in sorted(rows, key=lambda key: int(key.split("-")[1]))][-len(prompts) :]
+    return seen, [answer.tokens for answer in answers]
