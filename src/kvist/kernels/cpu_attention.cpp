@@ -31,6 +31,7 @@ namespace kvist::avx512 {
 namespace {
 
 constexpr int kKeys = 128;       // keys of one pass over a job's queries
+constexpr int kAhead = 2;        // passes ahead of which keys and values are asked for
 constexpr int kMaxDim = 256;
 constexpr int kMaxTiles = 16;    // of 16 queries in a job
 constexpr float kHidden = -0x1p100f;  // score of a key that is not seen: finite, and exact under any factor
@@ -147,7 +148,7 @@ class Job {
         }
     }
 
-    // Asks for one head's sixteen keys and values of the next pass, which lie in blocks here and there.
+    // Asks for one head's sixteen keys and values of a later pass, which lie in blocks here and there.
     void fetch(const Unit& unit, int head, std::int64_t key) const {
         if (key >= last_key_) return;
         const std::int64_t bytes = std::int64_t{2} * kLanes * shape_.dim;
@@ -204,7 +205,7 @@ class Job {
                 const std::int64_t key = first + (g + i) * kLanes;
                 count[i] = static_cast<int>(std::clamp<std::int64_t>(end - key, 0, kLanes));
                 half[i] = run_of(unit, count[i] > 0 ? key : first, shape_.kv_heads + head);
-                fetch(unit, head, key + kKeys);
+                fetch(unit, head, key + kAhead * kKeys);
             }
             for (int d = 0; d < shape_.dim; d += 32) {
                 __m512i left[kLanes], right[kLanes];

@@ -14,7 +14,7 @@ from kvist.spec.layers import Cross
 from kvist.spec.model import ModelSpec
 from kvist.units import format_size
 
-DEFAULT_CHUNK = 512
+DEFAULT_CHUNK = 1024
 """Most prompt tokens of a step, unless it is said. On CPUs more fill prompts no faster, and whoever decodes beside
 them, or hangs up, waits for the step."""
 
