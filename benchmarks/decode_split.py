@@ -2,8 +2,9 @@
 
     python benchmarks/decode_split.py [--model NAME] [--dtype bf16]
 
-Each case decodes through the engine once under PyTorch's profiler, for the shares, and once without it, for the step's
-real time. Operators are timed on the thread that calls them; "Python and launches" is what remains of the step.
+Each case decodes through the engine once under PyTorch's profiler and with a clock around every call of the C++ kernels, for
+the shares, and once without, for the step's real time. Operators are timed on the thread that calls them; "Python and
+launches" is what remains of the step.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import argparse
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,12 +21,20 @@ from torch.profiler import ProfilerActivity, profile
 
 from kvist.engine.engine import Engine
 from kvist.engine.sampler import SamplingParams
+from kvist.kernels.cpu import Cpu, PagedPlan
+from kvist.kernels.matrix import Matrix
 
 KINDS = {
     "products": ("linear", "int4pack", "addmm", "aten::mm", "aten::mv", "addmv", "matmul"),
     "attention": ("flash_attention",),
     "gathers": ("index_select", "aten::embedding"),
     "appends": ("index_put", "index_copy"),
+}
+KERNELS = {
+    (Matrix, "__call__"): "products",
+    (PagedPlan, "attend"): "attention",
+    (Cpu, "add_norm"): "other operators",
+    (Cpu, "rotate"): "other operators",
 }
 STEPS = 24
 CASES = {
@@ -51,13 +62,37 @@ def start(engine: Engine, streams: int, shared: int, own: int, seed: int) -> Non
         engine.step()
 
 
+@contextmanager
+def clocks(seconds: dict[str, float]) -> Iterator[None]:
+    """Add up the time spent in the C++ kernels by kind."""
+
+    def timed(kind: str, inner: Any) -> Any:
+        def call(*args: Any) -> Any:
+            began = time.perf_counter()
+            result = inner(*args)
+            seconds[kind] += time.perf_counter() - began
+            return result
+
+        return call
+
+    before = {(owner, name): getattr(owner, name) for owner, name in KERNELS}
+    for (owner, name), kind in KERNELS.items():
+        setattr(owner, name, timed(kind, before[owner, name]))
+    try:
+        yield
+    finally:
+        for (owner, name), inner in before.items():
+            setattr(owner, name, inner)
+
+
 def split(engine: Engine) -> dict[str, float]:
     """Milliseconds of a step by kind."""
     began = time.perf_counter()
     for _ in range(STEPS):
         engine.step()
     step = (time.perf_counter() - began) / STEPS * 1e3
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    seconds: dict[str, float] = defaultdict(float)
+    with clocks(seconds), profile(activities=[ProfilerActivity.CPU]) as profiler:
         began = time.perf_counter()
         for _ in range(STEPS):
             engine.step()
@@ -65,6 +100,8 @@ def split(engine: Engine) -> dict[str, float]:
     kinds: dict[str, float] = defaultdict(float)
     for event in profiler.key_averages():
         kinds[kind_of(event.key)] += event.self_cpu_time_total / 1e3 / STEPS
+    for kind, spent in seconds.items():
+        kinds[kind] += spent * 1e3 / STEPS
     kinds["Python and launches"] = profiled - sum(kinds.values())
     return {"step": step, "step under the profiler": profiled, **kinds}
 

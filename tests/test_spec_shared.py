@@ -145,6 +145,12 @@ def test_verified_answers(case: dict[str, Any]) -> None:
         assert spec.draft_append_bytes_per_token(BF16) == drafts["append_bytes_per_token"]
 
 
+def test_the_page_lists_what_is_refused() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "bytes.md").read_text()
+    rows = [f"| {model.replace('--', '/')} | `{key}` | {why} |" for model, (key, why) in REFUSED.items()]
+    assert "\n".join(rows) in page
+
+
 def test_every_configuration_is_answered_or_refused_for_a_reason_that_is_written_down() -> None:
     refused: dict[str, str | None] = {}
     for path in sorted((DATA / "configs").glob("*/*.json")):
