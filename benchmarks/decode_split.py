@@ -2,9 +2,9 @@
 
     python benchmarks/decode_split.py [--model NAME] [--dtype bf16]
 
-Each case decodes through the engine once under PyTorch's profiler and with a clock around every call of the C++ kernels, for
-the shares, and once without, for the step's real time. Operators are timed on the thread that calls them; "Python and
-launches" is what remains of the step.
+Each case decodes through the engine once under PyTorch's profiler and with a clock around every call of the C++
+kernels, for the shares, and once without, for the step's real time. Operators are timed on the thread that calls them;
+"Python and launches" is what remains of the step.
 """
 
 from __future__ import annotations
