@@ -7,8 +7,8 @@ import torch
 
 from kvist.cache.arena import ArenaLayout
 from kvist.cache.groups import Group
-from kvist.kernels.spans import Span
 from kvist.kernels.reference import attend, read_sequence, read_vector
+from kvist.kernels.spans import Span
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Attention
 from kvist.store.layouts import PagedKV, Scratch
