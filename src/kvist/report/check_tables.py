@@ -19,7 +19,7 @@ def print_check(check: LogCheck) -> None:
     verdict = "agree" if check.agrees else f"differ by {_difference(check.difference_bytes)}"
     print_facts(
         [
-            *([("settings in the log", settings)] if settings else []),
+            *([("settings", settings)] if settings else []),
             ("log and plan", verdict),
             *(("explained by", effect) for effect in check.explained_by),
         ]
