@@ -11,6 +11,7 @@ from typing import Any
 from kvist.errors import InputError, UnsupportedModel
 from kvist.planning.engines.llama_cells import PAD, LlamaContext, context_of
 from kvist.planning.engines.llama_cpp import SETTINGS, resolve
+from kvist.planning.engines.settings import read_settings
 from kvist.planning.logs.figures import MIB, NUMBER, WHOLE, LogCheck, Rounded
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
@@ -126,7 +127,7 @@ def hold(log: LlamaLog, spec: ModelSpec, given: Mapping[str, Any]) -> LogCheck:
         InputError: a setting is wrong.
         UnsupportedModel: the account does not cover the model.
     """
-    settings = {**log.settings, **given}
+    settings = {**log.settings, **read_settings("llama.cpp", SETTINGS, given)}
     held = _held(log, spec, settings)
     return LogCheck(
         engine="llama.cpp",

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvist.errors import BadFile, InputError, UnsupportedModel
 from kvist.planning.engines.account import EngineBudget
+from kvist.planning.engines.settings import read_settings
 from kvist.planning.engines.sglang import SETTINGS, SglangPools, pools_of
 from kvist.planning.logs.figures import GIB, NUMBER, WHOLE, LogCheck, Rounded, value_of
 from kvist.spec.formats import CacheFormat
@@ -156,7 +157,7 @@ def hold(log: SglangLog, spec: ModelSpec, given: Mapping[str, Any]) -> LogCheck:
             "'KV Cache is allocated.'",
             key="log",
         )
-    settings = {**log.settings, **given}
+    settings = {**log.settings, **read_settings("sglang", SETTINGS, given)}
     if log.ranks:
         settings.setdefault("tp_size", max(log.ranks) + 1)
     held = _held(log, spec, settings)

@@ -10,11 +10,14 @@ from typing import Any
 
 from kvist.errors import BadFile, InputError, UnsupportedModel
 from kvist.planning.engines.account import EngineBudget
+from kvist.planning.engines.settings import read_settings
 from kvist.planning.engines.vllm import VllmPool, pool_of
+from kvist.planning.engines.vllm_settings import SETTINGS
 from kvist.planning.logs.figures import COUNT, GIB, NUMBER, WHOLE, LogCheck, Rounded, count_of, value_of
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Latent, State
 from kvist.spec.model import ModelSpec
+from kvist.units import parse_size, parse_tokens
 
 WORDS = (
     b" KV cache size: ", b"KV cache memory", b"Maximum concurrency for ", b"KV cache on node", b"KV cache is needed",
@@ -171,7 +174,7 @@ def hold(log: VllmLog, spec: ModelSpec, given: Mapping[str, Any]) -> LogCheck:
         InputError: a setting is wrong.
         UnsupportedModel: the account does not cover the model.
     """
-    settings = {**log.settings, **given}
+    settings = {**log.settings, **read_settings("vllm", SETTINGS, given)}
     if log.length is not None:
         settings["max_model_len"] = log.length
     held = _held(log, spec, settings)
@@ -201,8 +204,8 @@ def _found(log: VllmLog, settings: Mapping[str, Any], memory: Rounded | None) ->
 
 def _memory(log: VllmLog, settings: Mapping[str, Any]) -> Rounded | None:
     """Bytes of the cache on the rank with the least; None where the log does not say."""
-    if (size := str(settings.get("kv_cache_memory_bytes", ""))).isdecimal():
-        return Rounded.exactly(int(size))
+    if (size := settings.get("kv_cache_memory_bytes")) is not None:
+        return Rounded.exactly(parse_size(str(size), key="kv_cache_memory_bytes"))
     if log.memory:
         return Rounded.of(min(log.memory, key=float), GIB)
     return None
@@ -216,7 +219,7 @@ def _held(log: VllmLog, spec: ModelSpec, settings: Mapping[str, Any]) -> _Held:
             key="log",
         )
     budget = EngineBudget(cache=0 if memory is None else memory.value)
-    length = int(settings.get("max_model_len") or spec.max_context)
+    length = parse_tokens(settings.get("max_model_len") or spec.max_context, key="max_model_len")
     pool = pool_of(spec, CacheFormat(), budget=budget, context=length, settings=settings)
     if memory is None and log.available is not None:
         # What is available is without the null block.
