@@ -561,10 +561,15 @@ def test_the_command_refuses_what_is_no_file(tmp_path: Path, capsys: pytest.Capt
 def test_settings_are_read_as_on_the_command_line() -> None:
     small = model(*[attention(heads=3, width=64)] * 30, max_context=8192, model_type="llama")
     line = "GPU KV cache size: 46,592 tokens, Maximum concurrency for 4,096 tokens per request: 11.38x"
-    for size in ("1GiB", str(GIB), GIB):
+    for size in ("1GiB", str(2**30), 2**30):
         assert check(line, small, **{"kv-cache-memory-bytes": size, "block_size": "128"}).agrees
     for name, value in (("kv_cache_memory_bytes", "much"), ("max_model_len", "foo"), ("block_size", "1.5")):
         with pytest.raises(InputError, match=name):
             check(line, small, **{"kv_cache_memory_bytes": "1GiB", name: value})
     with pytest.raises(InputError, match="n_ctx"):
-        check("llama_kv_cache_init:        CPU KV buffer size =  2048.00 MiB\n", LLAMA2_7B, n_ctx="4 thousand")
+        check(
+            "llama_kv_cache: size = 2048.00 MiB ( 4096 cells, 32 layers, 1/1 seqs), K (f16): 1024.00 MiB, "
+            "V (f16): 1024.00 MiB",
+            LLAMA2_7B,
+            n_ctx="4 thousand",
+        )
