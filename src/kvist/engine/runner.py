@@ -159,9 +159,9 @@ def _on_large_pages(size: int) -> Tensor:
     memory = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    first = -whole.data_ptr() % _LARGE_PAGE
-    return whole[first : first + size]
+    # The arena is exactly as large as planned; what lies beside it is never touched, and so takes no memory.
+    address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+    return torch.frombuffer(memory, dtype=torch.uint8, offset=-address % _LARGE_PAGE, count=size)
 
 
 def _zeros(size: int) -> Tensor:
