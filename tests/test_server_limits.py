@@ -190,7 +190,7 @@ def test_a_slow_reader_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         fields = {"messages": HELLO, "stream": True, "n": 2, "max_tokens": 4_000, "top_logprobs": 20, "logprobs": True}
         with post(served, CHAT, fields) as connection:
             wait_until(lambda: served.loop.snapshot()["counters"]["finished"] == 2)
-            read = b""
+            read = bytearray()
             while not read.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
                 read += connection.recv(2**16)
         assert read.count(b'"finish_reason": "length"') == 2
