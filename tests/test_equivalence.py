@@ -135,7 +135,7 @@ def test_a_batch_of_mixed_lengths_is_what_transformers_says(subject: Subject) ->
 
 
 @pytest.mark.parametrize(
-    "every", [10, pytest.param(1, marks=pytest.mark.slow)], ids=["every tenth prompt", "every prompt"]
+    "every", [4, pytest.param(1, marks=pytest.mark.slow)], ids=["every fourth prompt", "every prompt"]
 )
 def test_alone(subject: Subject, every: int) -> None:
     engine = subject.engine()
