@@ -44,7 +44,7 @@ constexpr int kPanel = 32;            // outputs of a panel
 constexpr int kTileBytes = 1024;      // of a tile in bf16
 constexpr int kAhead = 8;             // steps that are decoded at a time for few rows
 constexpr std::int64_t kFew = 16;     // rows for which 4-bit weights are not decoded
-constexpr std::int64_t kRows = 1024;  // rows that share a decoded panel: they stay in the second cache
+constexpr std::int64_t kPanels = 8;   // panels that a block of rows is multiplied with: they stay in the second cache
 
 // ---- weights --------------------------------------------------------------------------------------------------------
 
@@ -112,12 +112,12 @@ inline __m512 gelu_tanh(__m512 x) {
     return _mm512_fmadd_ps(half, tanh(_mm512_max_ps(inner, _mm512_set1_ps(-15))), half);
 }
 
-// Rows of a panel's float32 sums to the output: [rows, 32], or 16 where gates are multiplied in.
-void write(const Matrix& m, const float* sums, std::int64_t panel, int rows, void* out, std::int64_t first_row,
-           const float* bias) {
+// Rows `begin … end - 1` of a panel's float32 sums to the output: [rows, 32], or 16 where gates are multiplied in.
+inline void write(const Matrix& m, const float* sums, std::int64_t panel, int begin, int end, void* out,
+                  std::int64_t first_row, const float* bias) {
     const __m512 b0 = bias == nullptr ? _mm512_setzero_ps() : _mm512_loadu_ps(bias + panel * kPanel);
     const __m512 b1 = bias == nullptr ? _mm512_setzero_ps() : _mm512_loadu_ps(bias + panel * kPanel + kLanes);
-    for (int row = 0; row < rows; ++row) {
+    for (int row = begin; row < end; ++row) {
         const __m512 x0 = _mm512_add_ps(_mm512_load_ps(sums + row * kPanel), b0);
         const __m512 x1 = _mm512_add_ps(_mm512_load_ps(sums + row * kPanel + kLanes), b1);
         const std::int64_t at = (first_row + row) * m.outputs + panel * kPanel;
@@ -142,9 +142,10 @@ void write(const Matrix& m, const float* sums, std::int64_t panel, int rows, voi
 // ---- products -------------------------------------------------------------------------------------------------------
 
 // Sums [32, 32] (+)= two tiles of rows x `steps` steps of a panel in bf16. `rows` of at most 16 need one tile of rows.
-template <bool kAmx>
+// `beside(step)` is called as often as there are steps: the vector units are free while the matrix unit works.
+template <bool kAmx, class Beside>
 inline void block(float* sums, const bf16* x, std::int64_t stride, const std::uint32_t* panel, std::int64_t steps,
-                  int rows, bool add) {
+                  int rows, bool add, Beside&& beside) {
     const std::int64_t bytes = 2 * stride;
     if constexpr (kAmx) {
         if (add) {
@@ -161,6 +162,7 @@ inline void block(float* sums, const bf16* x, std::int64_t stride, const std::ui
                 TILE_LOAD(7, panel + step * 512 + 256, 64);
                 TILE_DOT(0, 4, 6);
                 TILE_DOT(1, 4, 7);
+                beside(step);
             }
         } else {
             if (add) {
@@ -171,9 +173,6 @@ inline void block(float* sums, const bf16* x, std::int64_t stride, const std::ui
                 TILE_ZERO(3);
             }
             for (std::int64_t step = 0; step < steps; ++step) {
-                // Rows lie far apart, which no prefetcher of the processor follows: ask for the next block's.
-                for (int row = 2 * kLanes; row < 4 * kLanes; ++row)
-                    _mm_prefetch(reinterpret_cast<const char*>(x + row * stride + step * kStep), _MM_HINT_T0);
                 TILE_LOAD(4, x + step * kStep, bytes);
                 TILE_LOAD(6, panel + step * 512, 64);
                 TILE_DOT(0, 4, 6);
@@ -182,6 +181,7 @@ inline void block(float* sums, const bf16* x, std::int64_t stride, const std::ui
                 TILE_LOAD(5, x + 16 * stride + step * kStep, bytes);
                 TILE_DOT(2, 5, 6);
                 TILE_DOT(3, 5, 7);
+                beside(step);
             }
             TILE_STORE(2, sums + 512, 128);
             TILE_STORE(3, sums + 528, 128);
@@ -222,6 +222,7 @@ inline void block(float* sums, const bf16* x, std::int64_t stride, const std::ui
                 _mm512_store_ps(sums + (row + i) * kPanel + kLanes, right[i]);
             }
         }
+        for (std::int64_t step = 0; step < steps; ++step) beside(step);
     }
 }
 
@@ -250,8 +251,8 @@ inline void raise(const std::uint8_t* from, std::int64_t tile_bytes, std::uint32
 }
 
 struct Work {
-    Buffer panel;  // decoded
-    alignas(64) float sums[kPanel * kPanel];
+    Buffer panels;  // decoded
+    alignas(64) float sums[2][kPanel * kPanel];
     alignas(64) std::uint32_t ahead[kAhead * 512];
     Few few;
 };
@@ -261,34 +262,62 @@ struct Shared {
     Buffer memory;
 };
 
-// One panel for up to kRows rows.
+// Panels `first … end - 1` for all rows. A block of rows stays in the first cache while the panels pass, and the panels
+// stay in the second while the rows pass; results of one block are written while the next one's are summed.
 template <bool kAmx>
-void panel_product(const Matrix& m, Work& mine, std::int64_t panel, const bf16* x, std::int64_t first,
-                   std::int64_t end, const bf16* tail, void* out, const float* bias) {
-    const std::int64_t steps = m.inputs / kStep, rows = end - first;
-    const std::uint32_t* whole = nullptr;
-    if (m.bits == 16) {
-        whole = reinterpret_cast<const std::uint32_t*>(m.data) + panel * steps * 512;
-    } else if (rows > kPanel) {
-        auto* decoded = static_cast<std::uint32_t*>(mine.panel.data());
-        decode_steps(m, panel, 0, steps, decoded);
-        whole = decoded;
+void many_rows(const Matrix& m, Work& mine, std::int64_t first, std::int64_t end, const bf16* x, std::int64_t rows,
+               const bf16* tail, void* out, const float* bias) {
+    const std::int64_t steps = m.inputs / kStep;
+    const auto* panels = reinterpret_cast<const std::uint32_t*>(m.data) + first * steps * 512;
+    if (m.bits != 16) {
+        auto* decoded = static_cast<std::uint32_t*>(mine.panels.data());
+        for (std::int64_t panel = first; panel < end; ++panel)
+            decode_steps(m, panel, 0, steps, decoded + (panel - first) * steps * 512);
+        panels = decoded;
     }
-    for (std::int64_t row = first; row < end; row += kPanel) {
-        const int count = static_cast<int>(std::min<std::int64_t>(kPanel, end - row));
+    const int share = static_cast<int>((kPanel + steps - 1) / steps);  // rows written beside a step
+    const float* done = nullptr;
+    std::int64_t done_panel = 0, done_row = 0;
+    int done_count = 0, turn = 0;
+    const auto beside = [&](std::int64_t step) {
+        const int from = static_cast<int>(std::min<std::int64_t>(step * share, done_count));
+        write(m, done, done_panel, from, std::min(from + share, done_count), out, done_row, bias);
+    };
+    for (std::int64_t row = 0; row < rows; row += kPanel) {
+        const int count = static_cast<int>(std::min<std::int64_t>(kPanel, rows - row));
         // Tiles read sixteen or thirty-two rows: those of the last block are padded.
         const bf16* from = kAmx && count % kLanes != 0 ? tail : x + row * m.inputs;
-        if (whole != nullptr) {
-            block<kAmx>(mine.sums, from, m.inputs, whole, steps, count, false);
-        } else {
-            for (std::int64_t step = 0; step < steps; step += kAhead) {
-                const std::int64_t some = std::min<std::int64_t>(kAhead, steps - step);
-                decode_steps(m, panel, step, some, mine.ahead);
-                block<kAmx>(mine.sums, from + step * kStep, m.inputs, mine.ahead, some, count, step > 0);
-            }
+        for (std::int64_t panel = first; panel < end; ++panel) {
+            float* sums = mine.sums[turn];
+            turn ^= 1;
+            block<kAmx>(sums, from, m.inputs, panels + (panel - first) * steps * 512, steps, count, false, beside);
+            done = sums;
+            done_panel = panel;
+            done_row = row;
+            done_count = count;
         }
-        write(m, mine.sums, panel, count, out, row, bias);
     }
+    write(m, done, done_panel, 0, done_count, out, done_row, bias);
+}
+
+// One panel for up to kPanel rows: it is decoded some steps at a time, and read once.
+template <bool kAmx>
+void some_rows(const Matrix& m, Work& mine, std::int64_t panel, const bf16* x, int rows, const bf16* tail, void* out,
+               const float* bias) {
+    const std::int64_t steps = m.inputs / kStep;
+    const bf16* from = kAmx && rows % kLanes != 0 ? tail : x;
+    const auto nothing = [](std::int64_t) {};
+    if (m.bits == 16) {
+        const auto* whole = reinterpret_cast<const std::uint32_t*>(m.data) + panel * steps * 512;
+        block<kAmx>(mine.sums[0], from, m.inputs, whole, steps, rows, false, nothing);
+    } else {
+        for (std::int64_t step = 0; step < steps; step += kAhead) {
+            const std::int64_t some = std::min<std::int64_t>(kAhead, steps - step);
+            decode_steps(m, panel, step, some, mine.ahead);
+            block<kAmx>(mine.sums[0], from + step * kStep, m.inputs, mine.ahead, some, rows, step > 0, nothing);
+        }
+    }
+    write(m, mine.sums[0], panel, 0, rows, out, 0, bias);
 }
 
 // One panel of 4-bit codes for up to kFew rows, on the matrix unit. `step_sums` holds the sum of each row's inputs of a
@@ -332,7 +361,7 @@ void few_rows(const Matrix& m, Few& few, std::int64_t panel, const bf16* x, int 
         if (step >= 2) add_step(step - 2);
     }
     for (std::int64_t step = std::max<std::int64_t>(0, steps - 2); step < steps; ++step) add_step(step);
-    write(m, few.sums[0], panel, rows, out, 0, bias);
+    write(m, few.sums[0], panel, 0, rows, out, 0, bias);
 }
 
 // Few rows of 4-bit weights: tiles are as low as there are rows.
@@ -372,23 +401,26 @@ void product(const Matrix& m, const Team& team, const bf16* x, std::int64_t rows
         std::memset(tail, 0, bytes);
         std::memcpy(tail, x + (rows - left) * m.inputs, 2 * static_cast<std::size_t>(left * m.inputs));
     }
-    // Few rows are decoded some steps at a time, into the thread's own memory.
-    const std::size_t decoded = m.bits == 16 || rows <= kPanel ? 0 : static_cast<std::size_t>(m.inputs) * kPanel * 2;
-    const std::int64_t blocks = (rows + kRows - 1) / kRows;
-    // A few panels at a time where each is little work.
-    const std::int64_t grain = std::max<std::int64_t>(1, std::min<std::int64_t>(8, panels / (8 * team.threads())));
-    const std::int64_t runs = (panels + grain - 1) / grain;
+    // A few panels at a time, of equal numbers for all threads where there are few.
+    const std::int64_t most = rows > kPanel ? kPanels : std::clamp<std::int64_t>(panels / (8 * team.threads()), 1, 8);
+    const std::int64_t rounds = (panels + most * team.threads() - 1) / (most * team.threads());
+    const std::int64_t groups = std::min(panels, rounds * team.threads());
+    const std::size_t decoded = m.bits == 16 || rows <= kPanel ? 0 : (panels + groups - 1) / groups * m.inputs * kPanel * 2;
     std::atomic<std::int64_t> next{0};
     team.run([&] {
         Work& mine = of_this_thread<Work>();
-        mine.panel.reserve(decoded);
+        mine.panels.reserve(decoded);
         if (kAmx) tiles_begin();
         for (;;) {
-            const std::int64_t index = next.fetch_add(1, std::memory_order_relaxed);
-            if (index >= blocks * runs) break;
-            const std::int64_t first = index / runs * kRows, panel = index % runs * grain;
-            for (std::int64_t p = panel; p < std::min(panels, panel + grain); ++p)
-                panel_product<kAmx>(m, mine, p, x, first, std::min(rows, first + kRows), tail, out, bias);
+            const std::int64_t group = next.fetch_add(1, std::memory_order_relaxed);
+            if (group >= groups) break;
+            const std::int64_t first = group * panels / groups, end = (group + 1) * panels / groups;
+            if (rows > kPanel) {
+                many_rows<kAmx>(m, mine, first, end, x, rows, tail, out, bias);
+            } else {
+                for (std::int64_t panel = first; panel < end; ++panel)
+                    some_rows<kAmx>(m, mine, panel, x, static_cast<int>(rows), tail, out, bias);
+            }
         }
         if (kAmx) tiles_end();
     });
