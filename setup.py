@@ -15,6 +15,8 @@ SOURCES = (
     "cpu_attention.cpp",
     "cpu_elementwise.cpp",
     "cpu_matrix.cpp",
+    "cpu_matrix_few.cpp",
+    "cpu_merge.cpp",
     "cpu_pack.cpp",
     "cpu_plan.cpp",
 )

@@ -200,6 +200,9 @@ void multiply(const Matrix& m, const Team& team, bool amx, const bf16* x, std::i
 void attend(Plan& plan, const Team& team, bool amx, char* arena, const bf16* q, std::int64_t q_stride, const bf16* kv,
             std::int64_t kv_stride, bf16* out);
 
+// Merges the results of row `index` of the plan's `merged_rows` (FlashInfer's cascade, arXiv:2501.01005).
+void merge(const Plan& plan, std::int64_t index, bf16* out);
+
 // Norms (where `weight` is there: [heads, dim]) and turns heads in place: [rows, heads, dim], rows `stride` elements
 // apart; cos and sin [rows, dim / 2].
 void rotate(const Team& team, bf16* x, std::int64_t rows, std::int64_t stride, int heads, int dim, const float* cos,

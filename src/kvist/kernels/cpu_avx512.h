@@ -10,6 +10,7 @@
 namespace kvist::avx512 {
 
 constexpr int kLanes = 16;
+constexpr int kMaxDim = 256;     // of a head
 constexpr float kLowest = -200;  // two to the power of this is 0
 
 // What a thread works in, for as long as it lives: a few hundred KiB that every job writes before it reads.

@@ -13,10 +13,7 @@
 // even inputs in the low half of a word and odd ones in its high half, the first in the lowest bits.
 //
 // Codes become bf16 ahead of the product: ``w = scale x code + minimum``, in float32, rounded once, shared by all rows of
-// a call. For few rows that would be the most of the work. The matrix unit then multiplies with ``128 + code``, which is
-// bf16 after an "and" and an "or", and scales are applied to the sums of a step:
-//
-//     sum += scale x (x (128 + code)) + (minimum - 128 scale) x (sum of the step's x)
+// a call; where rows are few, cpu_matrix_few.cpp multiplies with the codes themselves.
 
 #include "cpu.h"
 
@@ -34,16 +31,13 @@
 #endif
 #include <immintrin.h>
 
-#include "cpu_avx512.h"
+#include "cpu_matrix.h"
 
 namespace kvist::avx512 {
 namespace {
 
-constexpr int kStep = 32;             // inputs of a tile
-constexpr int kPanel = 32;            // outputs of a panel
 constexpr int kTileBytes = 1024;      // of a tile in bf16
 constexpr int kAhead = 8;             // steps that are decoded at a time for few rows
-constexpr std::int64_t kFew = 16;     // rows for which 4-bit weights are not decoded
 constexpr std::int64_t kPanels = 8;   // panels that a block of rows is multiplied with: they stay in the second cache
 
 // ---- weights --------------------------------------------------------------------------------------------------------
@@ -94,48 +88,6 @@ inline void decode_steps(const Matrix& m, std::int64_t panel, std::int64_t step,
             decode<8>(from, to);
         from += m.tile_bytes;
         to += kTileBytes / 4;
-    }
-}
-
-// ---- results --------------------------------------------------------------------------------------------------------
-
-inline __m512 silu(__m512 x) {
-    const __m512 e = exp2(_mm512_mul_ps(_mm512_max_ps(x, _mm512_set1_ps(-80)), _mm512_set1_ps(-1.44269504f)));
-    return _mm512_div_ps(x, _mm512_add_ps(e, _mm512_set1_ps(1)));
-}
-
-inline __m512 gelu_tanh(__m512 x) {
-    const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
-    const __m512 inner = _mm512_mul_ps(_mm512_set1_ps(0.7978845608f),
-                                       _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x));
-    const __m512 half = _mm512_mul_ps(x, _mm512_set1_ps(0.5f));
-    return _mm512_fmadd_ps(half, tanh(_mm512_max_ps(inner, _mm512_set1_ps(-15))), half);
-}
-
-// Rows `begin … end - 1` of a panel's float32 sums to the output: [rows, 32], or 16 where gates are multiplied in.
-inline void write(const Matrix& m, const float* sums, std::int64_t panel, int begin, int end, void* out,
-                  std::int64_t first_row, const float* bias) {
-    const __m512 b0 = bias == nullptr ? _mm512_setzero_ps() : _mm512_loadu_ps(bias + panel * kPanel);
-    const __m512 b1 = bias == nullptr ? _mm512_setzero_ps() : _mm512_loadu_ps(bias + panel * kPanel + kLanes);
-    for (int row = begin; row < end; ++row) {
-        const __m512 x0 = _mm512_add_ps(_mm512_load_ps(sums + row * kPanel), b0);
-        const __m512 x1 = _mm512_add_ps(_mm512_load_ps(sums + row * kPanel + kLanes), b1);
-        const std::int64_t at = (first_row + row) * m.outputs + panel * kPanel;
-        switch (m.result) {
-            case Matrix::kFloat32:
-                _mm512_storeu_ps(static_cast<float*>(out) + at, x0);
-                _mm512_storeu_ps(static_cast<float*>(out) + at + kLanes, x1);
-                break;
-            case Matrix::kSilu:
-                store(static_cast<bf16*>(out) + at / 2, _mm512_mul_ps(silu(x0), x1));
-                break;
-            case Matrix::kGelu:
-                store(static_cast<bf16*>(out) + at / 2, _mm512_mul_ps(gelu_tanh(x0), x1));
-                break;
-            default:
-                _mm512_storeu_si512(static_cast<bf16*>(out) + at,
-                                    reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(x1, x0)));
-        }
     }
 }
 
@@ -226,40 +178,10 @@ inline void block(float* sums, const bf16* x, std::int64_t stride, const std::ui
     }
 }
 
-// What a product of few rows works in: two steps are decoded ahead, and results wait for two steps.
-struct Few {
-    alignas(64) std::uint32_t codes[4][2][256];
-    alignas(64) float products[4][2][256];
-    alignas(64) float sums[kFew][kPanel];
-};
-
-// One step of a 4-bit panel as ``128 + code`` in bf16.
-inline void raise(const std::uint8_t* from, std::int64_t tile_bytes, std::uint32_t (*to)[256]) {
-    const __m512i mask = _mm512_set1_epi32(0x000f000f), base = _mm512_set1_epi32(0x43004300);
-    for (int tile = 0; tile < 2; ++tile, from += tile_bytes) {
-        _mm_prefetch(reinterpret_cast<const char*>(from + 16 * tile_bytes), _MM_HINT_T0);
-        for (int j = 0; j < 4; ++j) {
-            const __m512i words = _mm512_loadu_si512(from + j * 64);
-            // (words >> shift) & mask | base
-            const auto raised = [&](__m512i shifted) { return _mm512_ternarylogic_epi32(shifted, mask, base, 0xea); };
-            _mm512_store_si512(to[tile] + (4 * j) * kLanes, raised(words));
-            _mm512_store_si512(to[tile] + (4 * j + 1) * kLanes, raised(_mm512_srli_epi32(words, 4)));
-            _mm512_store_si512(to[tile] + (4 * j + 2) * kLanes, raised(_mm512_srli_epi32(words, 8)));
-            _mm512_store_si512(to[tile] + (4 * j + 3) * kLanes, raised(_mm512_srli_epi32(words, 12)));
-        }
-    }
-}
-
 struct Work {
     Buffer panels;  // decoded
     alignas(64) float sums[2][kPanel * kPanel];
     alignas(64) std::uint32_t ahead[kAhead * 512];
-    Few few;
-};
-
-// What the caller of a product lays out for all threads: rows padded to whole tiles, or the sums of their steps.
-struct Shared {
-    Buffer memory;
 };
 
 // Panels `first … end - 1` for all rows. A block of rows stays in the first cache while the panels pass, and the panels
@@ -320,75 +242,6 @@ void some_rows(const Matrix& m, Work& mine, std::int64_t panel, const bf16* x, i
     write(m, mine.sums[0], panel, 0, rows, out, 0, bias);
 }
 
-// One panel of 4-bit codes for up to kFew rows, on the matrix unit. `step_sums` holds the sum of each row's inputs of a
-// step, [rows, steps].
-void few_rows(const Matrix& m, Few& few, std::int64_t panel, const bf16* x, int rows, const float* step_sums,
-              void* out, const float* bias) {
-    const std::int64_t steps = m.inputs / kStep, bytes = 2 * m.inputs;
-    const std::uint8_t* from = m.data + panel * steps * 2 * m.tile_bytes;
-    std::memset(few.sums, 0, sizeof(float) * kPanel * static_cast<std::size_t>(rows));
-    const auto decode_step = [&](std::int64_t step) {
-        if (step < steps) raise(from + step * 2 * m.tile_bytes, m.tile_bytes, few.codes[step % 4]);
-    };
-    const auto add_step = [&](std::int64_t step) {
-        const std::uint8_t* factors = from + step * 2 * m.tile_bytes + 256;
-        for (int tile = 0; tile < 2; ++tile, factors += m.tile_bytes) {
-            const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(factors)));
-            const __m512 minimum = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(factors + 32)));
-            const __m512 rest = _mm512_fnmadd_ps(_mm512_set1_ps(128), scale, minimum);
-            for (int row = 0; row < rows; ++row) {
-                const float* product = few.products[step % 4][tile] + row * kLanes;
-                float* sum = few.sums[row] + tile * kLanes;
-                const __m512 x_sum = _mm512_set1_ps(step_sums[row * steps + step]);
-                _mm512_store_ps(sum, _mm512_fmadd_ps(scale, _mm512_load_ps(product),
-                                                     _mm512_fmadd_ps(rest, x_sum, _mm512_load_ps(sum))));
-            }
-        }
-    };
-    decode_step(0);
-    decode_step(1);
-    for (std::int64_t step = 0; step < steps; ++step) {
-        decode_step(step + 2);
-        TILE_LOAD(6, few.codes[step % 4][0], 64);
-        TILE_LOAD(7, few.codes[step % 4][1], 64);
-        TILE_ZERO(0);
-        TILE_ZERO(1);
-        TILE_LOAD(4, x + step * kStep, bytes);
-        TILE_DOT(0, 4, 6);
-        TILE_DOT(1, 4, 7);
-        TILE_STORE(0, few.products[step % 4][0], 64);
-        TILE_STORE(1, few.products[step % 4][1], 64);
-        if (step >= 2) add_step(step - 2);
-    }
-    for (std::int64_t step = std::max<std::int64_t>(0, steps - 2); step < steps; ++step) add_step(step);
-    write(m, few.sums[0], panel, 0, rows, out, 0, bias);
-}
-
-// Few rows of 4-bit weights: tiles are as low as there are rows.
-void product_of_few(const Matrix& m, const Team& team, const bf16* x, int rows, void* out, const float* bias) {
-    const std::int64_t steps = m.inputs / kStep, panels = m.outputs / kPanel;
-    const auto sum_bytes = sizeof(float) * static_cast<std::size_t>(rows * steps);
-    auto* sums = static_cast<float*>(of_this_thread<Shared>().memory.reserve(sum_bytes));
-    for (int row = 0; row < rows; ++row)
-        for (std::int64_t step = 0; step < steps; ++step) {
-            const bf16* at = x + row * m.inputs + step * kStep;
-            sums[row * steps + step] = _mm512_reduce_add_ps(_mm512_add_ps(load(at), load(at + kLanes)));
-        }
-    const std::int64_t grain = std::max<std::int64_t>(1, std::min<std::int64_t>(8, panels / (8 * team.threads())));
-    std::atomic<std::int64_t> next{0};
-    team.run([&] {
-        Few& few = of_this_thread<Work>().few;
-        tiles_begin(rows);
-        for (;;) {
-            const std::int64_t first = next.fetch_add(grain, std::memory_order_relaxed);
-            if (first >= panels) break;
-            for (std::int64_t panel = first; panel < std::min(panels, first + grain); ++panel)
-                few_rows(m, few, panel, x, rows, sums, out, bias);
-        }
-        tiles_end();
-    });
-}
-
 template <bool kAmx>
 void product(const Matrix& m, const Team& team, const bf16* x, std::int64_t rows, void* out, const float* bias) {
     const std::int64_t panels = m.outputs / kPanel;
@@ -432,7 +285,7 @@ void multiply(const Matrix& m, const Team& team, bool amx, const bf16* x, std::i
               const float* bias) {
     if (rows == 0) return;  // which tiles cannot have
     if (amx && m.bits == 4 && rows <= kFew)
-        product_of_few(m, team, x, static_cast<int>(rows), out, bias);
+        multiply_few(m, team, x, static_cast<int>(rows), out, bias);
     else if (amx)
         product<true>(m, team, x, rows, out, bias);
     else
