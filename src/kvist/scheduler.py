@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy.typing as npt
@@ -31,6 +32,7 @@ class Request:
         max_tokens: most tokens to generate.
         first_hit_tokens: prompt tokens found in the prefix tree when it was first admitted; None before.
         preemptions: times that it had to give its blocks back.
+        lost_tokens: tokens that were stored when it last had to.
         arrived: when, in seconds since the epoch.
         state: ``waiting``, ``running`` or ``ended``.
         alone: it had to make room for itself, and is computed again with the whole arena, unshared.
@@ -41,6 +43,7 @@ class Request:
         "arrived",
         "first_hit_tokens",
         "id",
+        "lost_tokens",
         "max_tokens",
         "preemptions",
         "prompt_tokens",
@@ -55,6 +58,7 @@ class Request:
         self.max_tokens = max_tokens
         self.first_hit_tokens: int | None = None
         self.preemptions = 0
+        self.lost_tokens = 0
         self.arrived = time.time()
         self.alone = False
         self.state: Literal["waiting", "running", "ended"] = "waiting"
@@ -65,7 +69,7 @@ class Request:
         return self.sequence.size - self.prompt_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
     """One request's part of a step: the tokens at positions ``start … start + count - 1`` are computed.
 
@@ -103,6 +107,7 @@ class Counters:
     output_tokens: int = 0
     query_tokens: int = 0
     hit_tokens: int = 0
+    recomputed_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +144,10 @@ class Scheduler:
 
     def longest(self) -> int:
         """Longest sequence that a request may reach: the context, or what the cache holds of one sequence."""
+        return self._longest
+
+    @cached_property
+    def _longest(self) -> int:
         return self.manager.longest(self._least_chunk, self.limits.max_context)
 
     @property
@@ -216,6 +225,11 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget:
             request = self.running[index]
+            if self.manager.extend(request.sequence):
+                chunks.append(Chunk(request, request.sequence.length, 1, True))
+                budget -= 1
+                index += 1
+                continue
             reservation = self._reserve(request, budget)
             if not reservation.granted:
                 victim = self.running.pop()
@@ -278,8 +292,12 @@ class Scheduler:
             request.first_hit_tokens = hit_tokens
             self.counters.query_tokens += request.prompt_tokens
             self.counters.hit_tokens += hit_tokens
+        else:
+            self.counters.recomputed_tokens -= min(hit_tokens, request.lost_tokens)
 
     def _preempt(self, request: Request) -> None:
+        request.lost_tokens = request.sequence.length
+        self.counters.recomputed_tokens += request.lost_tokens
         self.manager.release(request.sequence)
         request.state = "waiting"
         request.preemptions += 1

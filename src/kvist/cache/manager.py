@@ -46,11 +46,12 @@ class Sequence:
         tables: per group, int64 ``[blocks]`` from position 0; -1 where a window gave the block back.
         given_back: per group, leading blocks given back.
         hit_tokens: prompt tokens that were found in the tree.
+        room: tokens for which it has blocks in every group.
     """
 
     __slots__ = (
         "begun", "given_back", "hit_tokens", "in_flight", "key", "length", "node",
-        "prompt_size", "published", "shared", "size", "tables", "tokens",
+        "prompt_size", "published", "room", "shared", "size", "tables", "tokens",
     )  # fmt: skip
 
     def __init__(self, tokens: npt.NDArray[np.int32], key: PrefixKey, groups: int) -> None:
@@ -63,6 +64,7 @@ class Sequence:
         self.tables: list[Ids] = [_NO_BLOCKS] * groups
         self.given_back = [0] * groups
         self.hit_tokens = 0
+        self.room = 0
         self.begun = False
         self.node: Node | None = None
         self.published = 0
@@ -186,8 +188,20 @@ class CacheManager:
                 # The match's arrays may be views of the tree's.
                 sequence.tables[group] = sequence.tables[group].copy()
         sequence.in_flight = limit - sequence.length
+        sequence.room = max(sequence.room, end * self.block_tokens)
         self._publish_new(sequence, limit)
         return Reservation(True, limit, match.tokens if match else 0)
+
+    def extend(self, sequence: Sequence) -> bool:
+        """Take in the next token of a sequence that decodes, where its last blocks have room; else change nothing.
+
+        What :meth:`reserve` would do, at a fraction of its cost: of sixteen steps fifteen take no block.
+        """
+        size = sequence.size
+        if sequence.length + 1 != size or size > sequence.room or sequence.length < sequence.prompt_size:
+            return False
+        sequence.in_flight = 1
+        return True
 
     def _match(self, sequence: Sequence) -> Match:
         if not (self.prefix_cache and sequence.shared):
@@ -242,7 +256,8 @@ class CacheManager:
         if sequence.published < length <= sequence.prompt_size:
             # The tree had this run, or part of it, under other blocks: share them from now on.
             self._publish(sequence, length // self.block_tokens * self.block_tokens)
-        self.tree.seal(sequence.node)
+        if sequence.node is not None and not sequence.node.sealed:
+            self.tree.seal(sequence.node)
         for group in self._windowed:
             first = self.groups[group].first_live_block(length)
             start = sequence.given_back[group]
@@ -273,7 +288,7 @@ class CacheManager:
         sequence.given_back = [0] * len(self.groups)
         sequence.node = None
         sequence.begun = False
-        sequence.length = sequence.in_flight = sequence.published = 0
+        sequence.length = sequence.in_flight = sequence.published = sequence.room = 0
         sequence.prompt_size = sequence.size
 
     def abandon(self, sequences: Seq[Sequence]) -> None:
@@ -306,7 +321,7 @@ class CacheManager:
             sequence.hit_tokens,
         )
         twin.given_back = list(sequence.given_back)
-        twin.node, twin.begun = sequence.node, sequence.begun
+        twin.node, twin.begun, twin.room = sequence.node, sequence.begun, sequence.room
         self.tree.hold(twin.node)
         copies = []
         for group, table in enumerate(sequence.tables):

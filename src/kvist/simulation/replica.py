@@ -1,0 +1,226 @@
+"""One replica: the engine's scheduler and cache, and a clock in the place of its model."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvist.cache.groups import Group
+from kvist.cache.layout import ArenaLayout
+from kvist.cache.manager import CacheManager
+from kvist.errors import DoesNotFit, InputError
+from kvist.scheduler import Batch, Chunk, Limits, Request, Scheduler
+from kvist.simulation.meter import Meter
+from kvist.simulation.prompts import Prompts
+from kvist.simulation.results import BOUNDS
+
+_IDLE, _MEMORY, _SLOTS = BOUNDS.index("idle"), BOUNDS.index("memory"), BOUNDS.index("slots")
+_CODES: dict[str, int] = {name: code for code, name in enumerate(BOUNDS)}
+
+
+class StepTime(Protocol):
+    """How long a step takes, and whether it computes or reads for as long."""
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+
+    @property
+    def bound(self) -> str:
+        """``compute`` or ``bandwidth``."""
+
+
+class StepClock(Protocol):
+    """Tells how long steps take."""
+
+    def step(self, prefills: Sequence[Chunk], decodes: int, decode_tokens: int) -> StepTime:
+        """A step that computes these chunks of prompts, and one token for each of ``decodes`` sequences.
+
+        Args:
+            prefills: their ``start`` and ``count``.
+            decodes: sequences that decode.
+            decode_tokens: the sum of their lengths, the token that is computed included.
+        """
+
+
+@dataclass(kw_only=True)
+class Log:
+    """What became of each request; every array is ``[requests]``, in seconds since the first arrival.
+
+    Attributes:
+        admitted, first, last: when it first ran, when its first token came, when its last did; NaN before.
+        hit_tokens: prompt tokens found in the cache when it was first admitted.
+        refused: whether it could never fit.
+    """
+
+    admitted: npt.NDArray[np.float64]
+    first: npt.NDArray[np.float64]
+    last: npt.NDArray[np.float64]
+    hit_tokens: npt.NDArray[np.int64]
+    refused: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, requests: int) -> "Log":
+        """An empty one."""
+        times = [np.full(requests, np.nan) for _ in range(3)]
+        return cls(
+            admitted=times[0],
+            first=times[1],
+            last=times[2],
+            hit_tokens=np.zeros(requests, np.int64),
+            refused=np.zeros(requests, np.bool_),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What all replicas of a simulation have in common.
+
+    Attributes:
+        groups: of what a rank remembers.
+        layout: how its memory is cut.
+        limits: of the scheduler.
+        prefix_cache: whether prompts share blocks.
+        reclaim: the order in which cached blocks go.
+    """
+
+    groups: tuple[Group, ...]
+    layout: ArenaLayout
+    limits: Limits
+    prefix_cache: bool
+    reclaim: str = "lru"
+
+
+@dataclass(kw_only=True)
+class Replica:
+    """Runs requests step by step; time passes in steps alone.
+
+    Attributes:
+        shape: memory and limits.
+        clock: how long steps take.
+        prompts: of the trace.
+        log: of the trace's requests, shared by all replicas.
+        now: seconds since the first arrival.
+    """
+
+    shape: Shape
+    clock: StepClock
+    prompts: Prompts
+    log: Log
+    now: float = 0.0
+    meter: Meter = field(default_factory=Meter)
+    steps: int = 0
+    _queue: deque[int] = field(default_factory=deque)
+    _index: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shape = self.shape
+        self.manager = CacheManager(shape.groups, shape.layout, prefix_cache=shape.prefix_cache)
+        self.scheduler = Scheduler(manager=self.manager, limits=shape.limits)
+        layout = shape.layout
+        self._tails = [
+            layout.slab_bytes - count * size
+            for count, size in zip(layout.blocks_per_slab, layout.block_bytes, strict=True)
+        ]
+        self._token_bytes = sum(group.token_bytes for group in shape.groups if group.lifetime not in ("state", "cross"))
+
+    @property
+    def load(self) -> int:
+        """Requests that run or wait."""
+        return len(self.scheduler.running) + len(self.scheduler.waiting) + len(self._queue)
+
+    def give(self, index: int) -> None:
+        """Request ``index`` of the trace arrives now."""
+        self._queue.append(index)
+
+    def advance(self, until: float) -> None:
+        """Step until the clock has reached ``until``, or nothing is left to do; a step that has begun is finished."""
+        while self.now < until:
+            self._accept()
+            if not self.scheduler.has_work():
+                if until < float("inf"):
+                    self.meter.add(until, _IDLE, self._state())
+                    self.now = until
+                return
+            self._step()
+
+    def _accept(self) -> None:
+        """Hand requests on, as many as the scheduler could admit at once: their prompts are large."""
+        scheduler = self.scheduler
+        trace = self.prompts.trace
+        while self._queue and len(scheduler.waiting) <= scheduler.limits.max_running:
+            index = self._queue.popleft()
+            try:
+                request = scheduler.add(str(index), self.prompts.tokens(index), int(trace.outputs[index]))
+            except (DoesNotFit, InputError):
+                self.log.refused[index] = True
+                continue
+            self._index[request.id] = index
+
+    def _step(self) -> None:
+        scheduler, log = self.scheduler, self.log
+        batch = scheduler.step()
+        self.steps += 1
+        prefills: list[Chunk] = []
+        decodes = decode_tokens = 0
+        for chunk in batch.chunks:
+            request = chunk.request
+            if chunk.count == 1 and chunk.start >= request.prompt_tokens:
+                decodes += 1
+                decode_tokens += chunk.start + 1
+            else:
+                prefills.append(chunk)
+                self._note_admission(request)
+        time = self.clock.step(prefills, decodes, decode_tokens)
+        self.now += time.seconds
+        self.meter.add(self.now, self._bound(batch, time), self._state())
+        scheduler.commit(batch)
+        now = self.now
+        for chunk in batch.chunks:
+            if not chunk.samples:
+                continue
+            request = chunk.request
+            sequence = request.sequence
+            index = self._index[request.id]
+            if sequence.size == request.prompt_tokens:
+                log.first[index] = now
+            scheduler.append(request, -1 - index)
+            if sequence.size - request.prompt_tokens >= request.max_tokens:
+                log.last[index] = now
+                scheduler.finish(request)
+                del self._index[request.id]
+
+    def _note_admission(self, request: Request) -> None:
+        index = self._index[request.id]
+        if np.isnan(self.log.admitted[index]):
+            self.log.admitted[index] = self.now
+            self.log.hit_tokens[index] = request.first_hit_tokens or 0
+
+    def _bound(self, batch: Batch, time: StepTime) -> int:
+        """What kept the step from being shorter, or those that wait from running."""
+        scheduler = self.scheduler
+        if scheduler.waiting or self._queue:
+            if len(scheduler.running) >= scheduler.limits.max_running:
+                return _SLOTS
+            if batch.tokens < scheduler.limits.max_batch_tokens:
+                return _MEMORY
+        return _CODES[time.bound]
+
+    def _state(self) -> tuple[float, ...]:
+        """The meter's columns."""
+        arena, running = self.manager.arena, self.scheduler.running
+        held = cached = tails = 0
+        for group, size in enumerate(self.shape.layout.block_bytes):
+            held += arena.held(group) * size
+            cached += arena.cached(group) * size
+            if self._tails[group]:
+                tails += arena.lent(group) // self.shape.layout.blocks_per_slab[group] * self._tails[group]
+        unused = 0
+        for request in running:
+            sequence = request.sequence
+            unused += sequence.room - sequence.length
+        waiting = len(self.scheduler.waiting) + len(self._queue)
+        return (len(running), waiting, held, cached, unused * self._token_bytes, tails)
