@@ -15,7 +15,7 @@ class SkippedRow:
     """A row that was left out, and why.
 
     Attributes:
-        number: of its line in the file, from 1.
+        number: of its line in the file, or of its entry in a JSON array, from 1.
         reason: what is wrong with it, and what would be right.
     """
 
@@ -38,7 +38,11 @@ class Trace:
             equal ids are equal prefixes.
         offsets: int64 ``[requests + 1]``; request ``i`` names ``blocks[offsets[i]:offsets[i + 1]]``, from the
             beginning of its prompt; tokens behind them are its own. All 0 where ``block_tokens`` is None.
-        skipped: rows that were left out.
+        skipped: rows that were left out because they are no requests, the first hundred of them.
+        skipped_rows: all of those.
+        failed: requests without a prompt or without an answer, left out.
+        out_of_order: requests that the file names before one that arrived earlier; they are sorted.
+        format: whose format the file has.
     """
 
     source: str
@@ -50,6 +54,10 @@ class Trace:
     blocks: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
     skipped: tuple[SkippedRow, ...] = ()
+    skipped_rows: int = 0
+    failed: int = 0
+    out_of_order: int = 0
+    format: str = "kvist"
 
     def __len__(self) -> int:
         return self.prompts.size
@@ -68,16 +76,13 @@ class Trace:
         stop = min(stop, len(self))
         first, last = int(self.offsets[start]), int(self.offsets[stop])
         arrivals = self.arrivals[start:stop]
-        return Trace(
-            source=self.source,
+        return replace(
+            self,
             arrivals=arrivals - arrivals[0] if arrivals.size else arrivals,
-            timed=self.timed,
             prompts=self.prompts[start:stop],
             outputs=self.outputs[start:stop],
-            block_tokens=self.block_tokens,
             blocks=self.blocks[first:last],
             offsets=self.offsets[start : stop + 1] - first,
-            skipped=self.skipped,
         )
 
     def sped_up(self, factor: float) -> "Trace":
