@@ -25,7 +25,7 @@ from kvist.cache.arena import Arena, Ids
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.prefix import Match, PrefixKey, PrefixTree
-from kvist.cache.reclaim import Node
+from kvist.cache.reclaim import LRU, Node, Order, order_of
 from kvist.cache.snapshot import snapshot
 from kvist.errors import UnsupportedModel
 
@@ -122,11 +122,20 @@ class Fork:
 class CacheManager:
     """Owns the arena and the prefix tree of one model.
 
+    Args:
+        groups: the model's.
+        layout: how its memory is cut.
+        prefix_cache: whether prompts are looked for in the tree, and stored there.
+        reclaim: the order in which idle leaves of the tree go: ``lru``, ``lfu``, ``fifo`` or an :class:`Order`.
+
     Raises:
+        InputError: there is no order of that name.
         UnsupportedModel: a group is a state or an encoder's, or has blocks of another size than the first.
     """
 
-    def __init__(self, groups: Seq[Group], layout: ArenaLayout, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, groups: Seq[Group], layout: ArenaLayout, *, prefix_cache: bool = True, reclaim: str | Order = LRU
+    ) -> None:
         self.groups = tuple(groups)
         for group in self.groups:
             if group.lifetime in ("state", "cross") or group.block_tokens != self.groups[0].block_tokens:
@@ -136,7 +145,7 @@ class CacheManager:
                 )
         self.layout = layout
         self.arena = Arena(layout)
-        self.tree = PrefixTree(self.groups, self.arena)
+        self.tree = PrefixTree(self.groups, self.arena, order_of(reclaim))
         self.prefix_cache = prefix_cache
         self.block_tokens = self.groups[0].block_tokens
         self._windowed = [index for index, group in enumerate(self.groups) if group.gives_back]

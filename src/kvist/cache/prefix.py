@@ -19,7 +19,7 @@ import numpy as np
 
 from kvist.cache.arena import Arena, Ids
 from kvist.cache.groups import Group
-from kvist.cache.reclaim import Node, ReclaimQueue, Tokens
+from kvist.cache.reclaim import LRU, Node, Order, ReclaimQueue, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Match:
 class PrefixTree:
     """Finds, stores and reclaims prefixes. Every block in it is marked as kept in the arena."""
 
-    def __init__(self, groups: Sequence[Group], arena: Arena) -> None:
+    def __init__(self, groups: Sequence[Group], arena: Arena, order: Order = LRU) -> None:
         self._groups = groups
         self._arena = arena
         self._block_tokens = groups[0].block_tokens
@@ -68,7 +68,8 @@ class PrefixTree:
         self._root_keys: dict[int, PrefixKey] = {}
         self._ids = count()
         self._clock = 0
-        self._queue = ReclaimQueue()
+        self._order = order
+        self._queue = ReclaimQueue(order)
         self.tokens = 0
 
     # -- find -----------------------------------------------------------------------------------------------
@@ -144,12 +145,13 @@ class PrefixTree:
             node = node.parent
 
     def let_go(self, node: Node | None) -> None:
-        """Count one user fewer; what nobody uses becomes reclaimable, most recently used last."""
+        """Count one user fewer, and one use more; what nobody uses becomes reclaimable."""
         self._clock += 1
         clock = self._clock
         while node is not None:
             node.users -= 1
             node.last_used = clock
+            node.uses += 1
             if not node.users and not node.children:
                 self._idle(node)
             node = node.parent
@@ -240,6 +242,8 @@ class PrefixTree:
         )
         upper.users = node.users
         upper.last_used = node.last_used
+        upper.uses = node.uses
+        upper.stored = node.stored
         upper.sealed = node.sealed
         node.parent.children[self._edge(node)] = upper
         node.tokens = node.tokens[tokens:]
@@ -271,8 +275,8 @@ class PrefixTree:
     def reclaim(self, wanted: int) -> bool:
         """Take back some blocks, of a lone group no more than ``wanted``; False when nothing is left to take.
 
-        First window blocks that lie further than a window before any reuse point, then leaves that nobody uses, least
-        recently used first and from their tails, then any idle window block.
+        First window blocks that lie further than a window before any reuse point, then leaves that nobody uses, in the
+        tree's order and from their tails, then any idle window block.
         """
         return self._reclaim_stale() or self._reclaim_leaf(wanted) or self._reclaim_idle_windows()
 
@@ -283,14 +287,17 @@ class PrefixTree:
         return False
 
     def _reclaim_leaf(self, wanted: int) -> bool:
-        leaf = self._queue.oldest_leaf()
+        leaf = self._queue.first_leaf()
         if leaf is None:
             return False
         # With several groups a whole run goes: slabs come back only when all their blocks are free.
-        keep = 0 if len(self._groups) > 1 else max(0, leaf.blocks[0].size - wanted)
+        most = 1 if self._order.by_block else wanted
+        keep = 0 if len(self._groups) > 1 else max(0, leaf.blocks[0].size - most)
         self._cut(leaf, keep)
         if not keep:
             self._remove(leaf)
+        elif self._order.by_block:
+            self._queue.offer(leaf)
         return True
 
     def _reclaim_idle_windows(self) -> bool:

@@ -2,18 +2,33 @@
 
 1. *Stale* window blocks: behind every window, and further than a window from the end of their node, where
    sequences parted or stopped and would be taken up again.
-2. *Idle leaves* of the tree, which no sequence uses: least recently used first. A leaf's parent is offered once
-   its last child is gone, so that a prefix outlives what follows it.
+2. *Idle leaves* of the tree, which no sequence uses, in one of these orders. A leaf's parent is offered once its last
+   child is gone, so that a prefix outlives what follows it, in every order.
+
+=========  =======================================================================================================
+order      which leaf goes first
+=========  =======================================================================================================
+lru        least recently used
+lfu        used by the fewest sequences; of those, least recently used
+fifo       stored first
+optimal    whose last block is used again last, or never (Belady, IBM Systems Journal 5(2), 1966): it needs to know the
+           future, and bounds what the others reach
+=========  =======================================================================================================
 """
 
 import heapq
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvist.cache.arena import Ids
+from kvist.errors import InputError
 
 Tokens = npt.NDArray[np.int32]
 
@@ -26,8 +41,11 @@ class Node:
         blocks: per group, int64 ``[blocks]``; -1 where a window group's block was reclaimed.
         end: tokens from the root to the end of this run.
         users: sequences whose prefix ends in this node or below it.
-        last_used: the tree's clock when a sequence last let go of it; the order of reclaim.
+        last_used: the tree's clock when a sequence last let go of it.
+        uses: times that a sequence let go of it.
+        stored: when it was stored: ascends from node to node, and stays with both parts of one that is split.
         sealed: its blocks have been computed; a node is unsealed while the step that computes it is under way.
+        offer: number of its last entry in the queue of leaves; earlier ones no longer hold.
         stale: listed as having window blocks that may have fallen out of every window.
     """
 
@@ -37,11 +55,14 @@ class Node:
         "end",
         "id",
         "last_used",
+        "offer",
         "parent",
         "sealed",
         "stale",
+        "stored",
         "tokens",
         "users",
+        "uses",
     )
 
     def __init__(self, node_id: int, parent: "Node | None", tokens: Tokens, blocks: list[Ids], end: int) -> None:
@@ -53,32 +74,84 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.users = 0
         self.last_used = 0
+        self.uses = 0
+        self.stored = node_id
+        self.offer = 0
         self.sealed = False
         self.stale = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """Which idle leaf is reclaimed first.
+
+    Attributes:
+        name: as it is asked for.
+        turn: the leaf with the least goes first; it is asked when a leaf becomes idle.
+        by_block: the turn is that of a leaf's last block: leaves go block by block, and are asked again in between.
+    """
+
+    name: str
+    turn: Callable[[Node], Any]
+    by_block: bool = False
+
+
+LRU = Order(name="lru", turn=attrgetter("last_used"))
+ORDERS = {
+    "lru": LRU,
+    "lfu": Order(name="lfu", turn=attrgetter("uses", "last_used")),
+    "fifo": Order(name="fifo", turn=attrgetter("stored")),
+}
+
+
+def optimal(next_use: Callable[[Node], float]) -> Order:
+    """The order that knows the future.
+
+    Args:
+        next_use: when the *last* block of an idle leaf is used again, in any unit; infinity for never. It is asked when
+            the leaf becomes idle, and must not change until the block is used.
+    """
+    return Order(name="optimal", turn=lambda node: -next_use(node), by_block=True)
+
+
+def order_of(reclaim: str | Order) -> Order:
+    """The order of that name; an order itself is passed on.
+
+    Raises:
+        InputError: there is none, or it is ``optimal``, which :func:`optimal` makes of an oracle.
+    """
+    if isinstance(reclaim, Order):
+        return reclaim
+    if reclaim not in ORDERS:
+        hint = "; optimal needs to know the future: pass optimal(next_use)" if reclaim == "optimal" else ""
+        raise InputError(f"reclaim: {reclaim!r}; one of {', '.join(ORDERS)}{hint}", key="reclaim")
+    return ORDERS[reclaim]
 
 
 class ReclaimQueue:
     """The order of reclaim; entries that later uses have outdated are skipped when they come up."""
 
-    def __init__(self) -> None:
-        self._leaves: list[tuple[int, int, Node]] = []
+    def __init__(self, order: Order = LRU) -> None:
+        self._turn = order.turn
+        self._leaves: list[tuple[Any, int, Node]] = []
         self._valid_leaves = 0
-        self._offers = count()
+        self._offers = count(1)
         self._stale: deque[Node] = deque()
 
     def offer(self, leaf: Node) -> None:
-        """A leaf has no more users: its turn is given by ``last_used``."""
+        """A leaf has no more users, or was cut: the order gives its turn."""
         if len(self._leaves) > 64 + 4 * self._valid_leaves:
-            self._leaves = [entry for entry in self._leaves if _is_idle(entry[2], entry[0])]
+            self._leaves = [entry for entry in self._leaves if _is_idle(entry[2], entry[1])]
             self._valid_leaves = len(self._leaves)
             heapq.heapify(self._leaves)
-        heapq.heappush(self._leaves, (leaf.last_used, next(self._offers), leaf))
+        leaf.offer = offer = next(self._offers)
+        heapq.heappush(self._leaves, (self._turn(leaf), offer, leaf))
 
-    def oldest_leaf(self) -> Node | None:
-        """The idle leaf that was used longest ago; it stays in the queue until it is used or removed."""
+    def first_leaf(self) -> Node | None:
+        """The idle leaf whose turn it is; it stays in the queue until it is used or removed."""
         while self._leaves:
-            last_used, _, leaf = self._leaves[0]
-            if _is_idle(leaf, last_used):
+            _, offer, leaf = self._leaves[0]
+            if _is_idle(leaf, offer):
                 return leaf
             heapq.heappop(self._leaves)
         return None
@@ -101,5 +174,5 @@ class ReclaimQueue:
         return None
 
 
-def _is_idle(node: Node, last_used: int) -> bool:
-    return node.parent is not None and not node.users and not node.children and node.last_used == last_used
+def _is_idle(node: Node, offer: int) -> bool:
+    return node.parent is not None and not node.users and not node.children and node.offer == offer
