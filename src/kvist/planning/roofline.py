@@ -13,23 +13,19 @@ computation inside a step to overlap perfectly; experts are taken to be chosen e
 ashalliants/ninfer-3090#36). Small models on fast devices, whose steps are a few launches long, reach less.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvist.hardware import Accelerator, Fact
-from kvist.planning.deployment import Deployment, Stage
-from kvist.planning.sharding import query_heads
-from kvist.planning.weights import Weights
+from kvist.planning.attending import Attending, attending_of
+from kvist.planning.deployment import Deployment
+from kvist.planning.sharding import LayerRange
+from kvist.planning.weights import Reading, Weights
 from kvist.spec.formats import CacheFormat
-from kvist.spec.layers import Attention, Compressed, Cross, Latent, Layer, Parallel, State
 from kvist.spec.model import ModelSpec
 from kvist.spec.parameters import Inventory
 
 Ceiling = Literal["memory", "bandwidth", "compute"]
-
-# A multiply-add is two operations; a state is decayed, updated by an outer product and read.
-_STATE_OPERATIONS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,30 +177,13 @@ def speed_of(
         InputError: the bandwidth of the device is not known.
     """
     machine = deployment.machine
-    accelerator = machine.accelerator
-    assert accelerator is not None
-    assert weights.inventory is not None
-    rate = rate_of(accelerator, weights)
-    if accelerator.bandwidth is None:
-        raise accelerator.unknown("memory bandwidth")
+    costs = costs_of(spec, fmt, deployment, weights)
     # While one stage works on some sequences, the others work on other ones.
     together = -(-users // (machine.replicas * machine.pp))
-    bound = _Bound(
-        spec=spec,
-        fmt=fmt,
-        weights=weights,
-        inventory=weights.inventory,
-        tp=machine.tp,
-        rate=None if rate is None else rate.value,
-        bandwidth=accelerator.bandwidth.value,
-        link=None if accelerator.link is None else accelerator.link.value,
-    )
-    decodes = [bound.decode(stage, together, context, len(deployment.stages)) for stage in deployment.stages]
-    decode = max(decodes, key=lambda step: step.stage_seconds)
+    decode = max((stage.decode(together, context) for stage in costs), key=lambda step: step.stage_seconds)
     prefill = None
-    if rate is not None:
-        prefills = [bound.prefill(stage, prompt, len(deployment.stages)) for stage in deployment.stages]
-        prefill = max(prefills, key=lambda step: step.stage_seconds)
+    if costs[0].rate is not None:
+        prefill = max((stage.prefill(prompt) for stage in costs), key=lambda step: step.stage_seconds)
     return Speed(
         users=users,
         context=context,
@@ -229,47 +208,47 @@ def _binds(decode: Step, *, fills: bool) -> Ceiling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Bound:
-    """What the steps of one deployment have in common; sizes are a rank's."""
+class StageCosts:
+    """What the steps of a stage are made of; all sizes are a rank's.
 
-    spec: ModelSpec
-    fmt: CacheFormat
-    weights: Weights
-    inventory: Inventory
-    tp: int
+    Attributes:
+        multiplied: operations of each token in its matrices, the head left out.
+        head: operations of the output head for each sequence that is sampled; 0 before the last stage.
+        attending: operations and bytes of attention and states.
+        reading: bytes of weights.
+        sent: bytes over its link for each token: ring all-reduces of bf16 states, one behind attention and one behind
+            the MLP.
+        rate: operations a second; None where it is not known.
+        bandwidth: bytes a second.
+        link: bytes a second; None where it is not known.
+        stages: of the pipeline.
+    """
+
+    multiplied: float
+    head: float
+    attending: Attending
+    reading: Reading
+    sent: float
     rate: float | None
     bandwidth: float
     link: float | None
+    stages: int
 
-    def decode(self, stage: Stage, sequences: int, context: int, stages: int) -> Step:
+    def decode(self, sequences: int, context: int) -> Step:
         """One token for each of some sequences of ``context`` tokens."""
-        attended = sum(self._attention(layer, context) for layer in stage.spec.layers)
-        read = sum(self._read(layer, context) for layer in stage.spec.layers)
-        return self._step(
-            stage,
-            tokens=sequences,
-            operations=sequences * (self._multiplied(stage, head=True) + attended),
-            cache=sequences * read,
-            stages=stages,
-            passes=sequences,
-        )
+        attending = self.attending
+        operations = self.multiplied + self.head + attending.operations_at(context)
+        cache = attending.bytes + attending.held(context) + attending.appended
+        return self._step(tokens=sequences, operations=sequences * operations, cache=sequences * cache)
 
-    def prefill(self, stage: Stage, prompt: int, stages: int) -> Step:
+    def prefill(self, prompt: int) -> Step:
         """A prompt, of which each token attends to those before it, in one pass over the weights."""
-        attended = sum(self._prompt_attention(layer, prompt) for layer in stage.spec.layers)
-        written = sum(layer.bytes(prompt, self.fmt) for layer in stage.spec.layers)
-        return self._step(
-            stage,
-            tokens=prompt,
-            operations=prompt * self._multiplied(stage, head=False) + attended + self._head(stage),
-            cache=2.0 * written,
-            stages=stages,
-            passes=prompt,
-        )
+        attending = self.attending
+        operations = prompt * self.multiplied + self.head + attending.operations_of(0, prompt)
+        return self._step(tokens=prompt, operations=operations, cache=attending.bytes + 2 * attending.held(prompt))
 
-    def _step(self, stage: Stage, *, tokens: int, operations: float, cache: float, stages: int, passes: int) -> Step:
-        part = stage.layers
-        read = self.weights.read(part.first, part.end, layers=len(self.spec.layers), tp=self.tp, tokens=passes)
+    def _step(self, *, tokens: int, operations: float, cache: float) -> Step:
+        read = self.reading.bytes(tokens)
         return Step(
             tokens=tokens,
             operations=operations,
@@ -277,109 +256,53 @@ class _Bound:
             cache_bytes=cache,
             compute_seconds=operations / self.rate if self.rate else 0.0,
             memory_seconds=(read + cache) / self.bandwidth,
-            link_seconds=self._sent(part.count, tokens) / self.link if self.link else 0.0,
-            stages=stages,
+            link_seconds=tokens * self.sent / self.link if self.link else 0.0,
+            stages=self.stages,
         )
 
-    def _sent(self, layers: int, tokens: int) -> float:
-        """Bytes over a rank's link: ring all-reduces of bf16 states, one behind attention and one behind the MLP."""
-        hidden = self.inventory.table.shape[1]
-        return 2 * layers * tokens * hidden * 2 * 2 * (self.tp - 1) / self.tp
 
-    def _multiplied(self, stage: Stage, *, head: bool) -> float:
-        """Operations of a token in a rank's matrices, a multiply-add being two."""
-        total = 0.0
-        for placed in self.inventory.stage(stage.layers.first, stage.layers.end):
-            tensor = placed.tensor
-            if tensor.layers:
-                total += placed.times * tensor.share(tensor.active, self.tp)
-        return 2 * total + (self._head(stage) if head else 0.0)
+def costs_of(spec: ModelSpec, fmt: CacheFormat, deployment: Deployment, weights: Weights) -> tuple[StageCosts, ...]:
+    """What the steps of each stage of a deployment are made of.
 
-    def _head(self, stage: Stage) -> float:
-        """Operations of the output head, of the last stage."""
-        if stage.layers.end != len(self.spec.layers):
-            return 0.0
-        table = self.inventory.table
-        return 2.0 * table.share(table.elements, self.tp)
+    Args:
+        spec: the model.
+        fmt: how keys and values are stored.
+        deployment: where it runs; with a device.
+        weights: with their shapes.
 
-    def _heads(self) -> float:
-        """Query heads of a rank."""
-        heads = query_heads(self.spec.config)
-        return 0.0 if heads is None else heads / self.tp
-
-    def _attention(self, layer: Layer, context: int) -> float:
-        """Operations of one token's attention over ``context`` tokens, in a rank."""
-        heads = self._heads()
-        match layer:
-            case Attention():
-                seen = _seen(layer.window or layer.chunk, context)
-                scored = 0.0 if layer.indexer is None else 2.0 * layer.indexer.heads * layer.indexer.dim * context
-                return 2.0 * heads * seen * (layer.key_dim + layer.value_dim) + scored
-            case Latent():
-                seen = _seen(layer.window, context)
-                if layer.indexer is not None:
-                    seen = min(seen, self._picked(context))
-                per_token = 2.0 * heads * (2 * layer.rank + layer.rope_dim)
-                return seen * per_token + self._indexed(layer.indexer is not None, context)
-            case Compressed():
-                seen = _seen(layer.window, context) if layer.window else 0
-                return 2.0 * heads * (seen + context / layer.ratio) * (2 * layer.rank + layer.rope_dim)
-            case State():
-                return _STATE_OPERATIONS * layer.state_elements + 2.0 * layer.conv_elements
-            case Parallel():
-                return sum(self._attention(part, context) for part in layer.parts)
-            case Cross():
-                tokens = layer.encoder_tokens or 0
-                return 2.0 * heads * tokens * (layer.key_dim + layer.value_dim)
-            case _:
-                return 0.0
-
-    def _picked(self, context: int) -> int:
-        """Tokens that sparse attention attends to."""
-        return min(context, _number(self.spec.config, "index_topk", context))
-
-    def _indexed(self, indexed: bool, context: int) -> float:
-        """Operations of the indexer, whose heads are on every rank."""
-        if not indexed:
-            return 0.0
-        heads, dim = _number(self.spec.config, "index_n_heads", 1), _number(self.spec.config, "index_head_dim", 128)
-        return 2.0 * heads * dim * context
-
-    def _prompt_attention(self, layer: Layer, prompt: int) -> float:
-        """Operations of a whole prompt's attention: the sum over its tokens, each seeing those before it."""
-        window = layer.window or layer.chunk if isinstance(layer, Attention) else None
-        if isinstance(layer, Latent):
-            window = layer.window
-        if isinstance(layer, State):
-            return prompt * self._attention(layer, 1)
-        if isinstance(layer, Parallel):
-            return sum(self._prompt_attention(part, prompt) for part in layer.parts)
-        whole = min(prompt, window) if window else prompt
-        # Up to the window each token sees one more, then always as many.
-        seen = whole * (whole + 1) / 2 + (prompt - whole) * whole
-        return self._attention(layer, prompt) / max(1, _seen(window, prompt)) * seen
-
-    def _read(self, layer: Layer, context: int) -> float:
-        """Bytes of one sequence that a step reads and writes in a layer."""
-        if isinstance(layer, State):
-            return 2.0 * layer.state_bytes(self.fmt)
-        if isinstance(layer, Parallel):
-            return sum(self._read(part, context) for part in layer.parts)
-        if isinstance(layer, Latent) and layer.indexer is not None:
-            picked = self._picked(context) * layer.token_bytes(self.fmt)
-            return picked + layer.indexer.bytes(context, self.fmt) + float(layer.append_bytes(self.fmt))
-        cross = (
-            (layer.encoder_tokens or 0) * layer.cross_bytes_per_encoder_token(self.fmt)
-            if isinstance(layer, Cross)
-            else 0
+    Raises:
+        InputError: the bandwidth of the device is not known.
+    """
+    machine = deployment.machine
+    accelerator = machine.accelerator
+    assert accelerator is not None
+    if accelerator.bandwidth is None:
+        raise accelerator.unknown("memory bandwidth")
+    rate = rate_of(accelerator, weights)
+    tp, layers, inventory = machine.tp, len(spec.layers), weights.inventory
+    assert inventory is not None
+    table = inventory.table
+    return tuple(
+        StageCosts(
+            multiplied=_multiplied(inventory, part, tp),
+            head=2.0 * table.share(table.elements, tp) if part.end == layers else 0.0,
+            attending=attending_of(spec, fmt, stage.spec.layers, tp=tp),
+            reading=weights.reading(part.first, part.end, layers=layers, tp=tp),
+            sent=2 * part.count * table.shape[1] * 2 * 2 * (tp - 1) / tp,
+            rate=None if rate is None else rate.value,
+            bandwidth=accelerator.bandwidth.value,
+            link=None if accelerator.link is None else accelerator.link.value,
+            stages=len(deployment.stages),
         )
-        return layer.bytes(context, self.fmt) + float(layer.append_bytes(self.fmt)) + cross
+        for stage in deployment.stages
+        for part in (stage.layers,)
+    )
 
 
-def _seen(window: int | None, context: int) -> int:
-    return context if window is None else min(window, context)
-
-
-def _number(config: Mapping[str, Any], key: str, default: int) -> int:
-    value = config.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
+def _multiplied(inventory: Inventory, part: LayerRange, tp: int) -> float:
+    """Operations of a token in a rank's matrices, a multiply-add being two."""
+    return 2.0 * sum(
+        placed.times * placed.tensor.share(placed.tensor.active, tp)
+        for placed in inventory.stage(part.first, part.end)
+        if placed.tensor.layers
+    )

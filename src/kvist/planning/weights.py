@@ -84,28 +84,51 @@ class Weights:
         )
 
     def read(self, first: int, end: int, *, layers: int, tp: int, tokens: int) -> float:
-        """Bytes that a rank reads in a step of ``tokens``: of the experts those that one of them is sent to.
+        """Bytes that a rank reads in a step of ``tokens``: of the experts those that one of them is sent to."""
+        return self.reading(first, end, layers=layers, tp=tp).bytes(tokens)
 
-        Tokens are taken to choose experts independently and evenly, so that of E experts, k chosen by each token,
-        ``E x (1 - (1 - k/E) ** tokens)`` are read.
-        """
+    def reading(self, first: int, end: int, *, layers: int, tp: int) -> "Reading":
+        """What a rank of the stage with the layers ``first`` to ``end`` of ``layers`` reads, however many tokens."""
         if self.inventory is None:
-            return float(self.held(first, end, layers=layers, tp=tp))
+            return Reading(always=float(self.held(first, end, layers=layers, tp=tp)), experts={})
         stated = self.total / self.inventory.parameters if self.sizes is None else None
-        size = 0.0
+        always = 0.0
+        experts: dict[float, float] = {}
         for placed in self.inventory.stage(first, end):
             tensor = placed.tensor
             if tensor.role == "embedding" and not (self.inventory.tied and tensor is self.inventory.table):
                 continue
-            read = 1.0
-            if tensor.used < tensor.copies:
-                read = 1 - (1 - tensor.used / tensor.copies) ** tokens
             if stated is None:
                 assert self.sizes is not None
-                size += read * sum(tensor.share(each, tp) for each in _of(self.sizes, placed))
+                size = float(sum(tensor.share(each, tp) for each in _of(self.sizes, placed)))
             else:
-                size += read * stated * placed.times * tensor.share(tensor.elements, tp)
-        return size
+                size = stated * placed.times * tensor.share(tensor.elements, tp)
+            if tensor.used < tensor.copies:
+                left = 1 - tensor.used / tensor.copies
+                experts[left] = experts.get(left, 0.0) + size
+            else:
+                always += size
+        return Reading(always=always, experts=experts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Bytes of weights that a rank reads in a step, by what they depend on.
+
+    Tokens are taken to choose experts independently and evenly, so that of E experts, k chosen by each token,
+    ``E x (1 - (1 - k/E) ** tokens)`` are read.
+
+    Attributes:
+        always: read in every step.
+        experts: bytes of experts by ``1 - k/E``, the chance that a token is not sent to one.
+    """
+
+    always: float
+    experts: Mapping[float, float]
+
+    def bytes(self, tokens: int) -> float:
+        """Read in a step of so many tokens."""
+        return self.always + sum(size * (1 - left**tokens) for left, size in self.experts.items())
 
 
 def weights_of(spec: ModelSpec, codec: str | None = None) -> Weights:

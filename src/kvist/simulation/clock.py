@@ -1,0 +1,384 @@
+"""How long a step of the scheduler takes: the roofline of a deployment, asked for any mixture of prompts and decodes.
+
+For each stage of the pipeline
+
+    compute   = operations of the step / (peak rate x efficiency)
+    bandwidth = bytes of the step / (peak bandwidth x efficiency)
+    seconds   = stages x (the longer of the two + what ranks send each other), of the slowest stage, + a constant
+
+with operations and bytes as in :mod:`kvist.planning.roofline`, summed over the step: weights once, of experts those
+that one of its tokens is sent to; each decode reads its whole sequence and writes a token; each chunk of a prompt reads
+what is before it, writes itself and reads that again, and its tokens see what is before each of them.
+
+Attention is linear in the length of a sequence, up to a window. So a step is known from a few sums over its decodes:
+how many, their lengths, and for each number of :attr:`StepClock.reaches` their lengths cut off there: docs/clock.md.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from kvist.errors import InputError
+from kvist.hardware import Accelerator
+from kvist.planning.attending import seen_by_chunk
+from kvist.planning.deployment import Deployment
+from kvist.planning.roofline import StageCosts, costs_of
+from kvist.planning.weights import Weights
+from kvist.spec.formats import CacheFormat
+from kvist.spec.model import ModelSpec
+
+
+# A clock is asked for each of some 100,000 steps: named tuples take a third of the time of frozen dataclasses.
+class StepTime(NamedTuple):
+    """How long a step takes, and what it would take to make it shorter."""
+
+    seconds: float
+    bound: Literal["compute", "bandwidth"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a prompt: the tokens at the positions ``start … start + count - 1``.
+
+    ``samples`` tells that the prompt ends here, so that its last token goes through the output head.
+    """
+
+    start: int
+    count: int
+    samples: bool = True
+
+
+class Chunk(Protocol):
+    """What a clock must know of a part of a prompt; :class:`Piece` and the scheduler's chunks both are one."""
+
+    @property
+    def start(self) -> int:
+        """Tokens before it, which the cache holds."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """Tokens that are computed."""
+        ...
+
+    @property
+    def samples(self) -> bool:
+        """Whether the last of them goes through the output head."""
+        ...
+
+
+class StepClock(Protocol):
+    """Anything that tells the time of a step."""
+
+    @property
+    def reaches(self) -> tuple[int, ...]:
+        """Distinct windows of the model, in tokens, ascending."""
+        ...
+
+    def step(
+        self, prefills: Sequence[Chunk], decodes: int, decode_tokens: int, reached: Sequence[int] | None = None
+    ) -> StepTime:
+        """Time of one step.
+
+        Args:
+            prefills: parts of prompts that are computed in it.
+            decodes: sequences that one more token is computed of.
+            decode_tokens: lengths of these sequences before the step, added up.
+            reached: for each of ``reaches``, ``min(length, reach)`` added up over these sequences. Where it is left
+                out all are taken to be of one length, which is exact for equal ones and too much for others.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factors:
+    """How far a device falls short of its peaks.
+
+    Attributes:
+        compute: part of the peak rate that is reached.
+        bandwidth: part of the peak bandwidth that is reached.
+        seconds: that each step takes whatever it computes: launches, scheduling, sampling.
+    """
+
+    compute: float = 1.0
+    bandwidth: float = 1.0
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key in ("compute", "bandwidth"):
+            value = getattr(self, key)
+            if not 0 < value < float("inf"):
+                raise InputError(f"{key}: {value!r}; a part of the peak, above 0", key=key)
+        if not 0 <= self.seconds < float("inf"):
+            raise InputError(f"seconds: {self.seconds!r} a step; 0 or more", key="seconds")
+
+
+class Ceilings(NamedTuple):
+    """What a stage's step takes at its peaks, in seconds."""
+
+    compute: float
+    bandwidth: float
+    link: float
+
+
+class _Rates(NamedTuple):
+    """Seconds at the peaks of a stage, for each of what a step is made of.
+
+    ``reached_*`` belong to :attr:`Clock.reaches`; ``experts`` are seconds by the chance not to be chosen.
+    """
+
+    token_compute: float
+    head_compute: float
+    seen_compute: float
+    reached_compute: tuple[float, ...]
+    step_bandwidth: float
+    sequence_bandwidth: float
+    append_bandwidth: float
+    held_bandwidth: float
+    reached_bandwidth: tuple[float, ...]
+    experts: tuple[tuple[float, float], ...]
+    token_link: float
+
+
+class Clock:
+    """The roofline of a deployment as a clock; see the module.
+
+    Attributes:
+        reaches: distinct windows of the model, in tokens, ascending.
+        factors: how far its devices fall short of their peaks.
+        notes: what it does not count, a sentence each.
+    """
+
+    def __init__(
+        self, costs: Sequence[StageCosts], *, factors: Factors | None = None, notes: tuple[str, ...] = ()
+    ) -> None:
+        self.factors = Factors() if factors is None else factors
+        self.notes = notes
+        self.reaches = _reaches(costs)
+        self._costs = tuple(costs)
+        self._stages = costs[0].stages
+        # Stages of equal layers take equally long.
+        self._peaks = tuple(dict.fromkeys(_rates(stage, self.reaches) for stage in costs))
+        self._rates = tuple(_scaled(rates, self.factors) for rates in self._peaks)
+
+    @classmethod
+    def of(
+        cls,
+        spec: ModelSpec,
+        fmt: CacheFormat,
+        deployment: Deployment,
+        weights: Weights | None,
+        *,
+        factors: Factors | None = None,
+    ) -> "Clock":
+        """Make the clock of one replica of a deployment.
+
+        Args:
+            spec: the model.
+            fmt: how keys and values are stored.
+            deployment: where it runs.
+            weights: what its weights weigh.
+            factors: how far its devices fall short of their peaks; by default they do not.
+
+        Raises:
+            InputError: there is no device, its rate or bandwidth is not known, or the shapes of the weights are not.
+        """
+        machine = deployment.machine
+        accelerator = machine.accelerator
+        if accelerator is None:
+            raise InputError(
+                "gpu: a memory without a device has no speed; name a device of `kvist gpus`, or simulate without a "
+                "clock (`--cache-only`)",
+                key="gpu",
+            )
+        if weights is None:
+            raise InputError(
+                "weights: a clock reads them in each step, and none are planned for; give the memory of the device "
+                "instead of the cache's, or simulate without a clock (`--cache-only`)",
+                key="weights",
+            )
+        if weights.inventory is None:
+            raise InputError(
+                f"weights: {weights.reason}, and a clock needs their shapes; simulate without a clock (`--cache-only`)",
+                key="weights",
+            )
+        if accelerator.bandwidth is None:
+            raise _unknown(accelerator, "memory bandwidth")
+        costs = costs_of(spec, fmt, deployment, weights)
+        if costs[0].rate is None:
+            raise _unknown(accelerator, "bf16 rate")
+        notes: tuple[str, ...] = ()
+        if machine.tp > 1 and accelerator.link is None:
+            notes = (f"the link of {accelerator.name} is not known: what ranks send each other takes no time",)
+        return cls(costs, factors=factors, notes=notes)
+
+    def with_factors(self, factors: Factors) -> "Clock":
+        """The same deployment, as far from its peaks as ``factors`` say."""
+        return Clock(self._costs, factors=factors, notes=self.notes)
+
+    def step(
+        self, prefills: Sequence[Chunk], decodes: int, decode_tokens: int, reached: Sequence[int] | None = None
+    ) -> StepTime:
+        """Time of one step; see :class:`StepClock`."""
+        longest, bound = 0.0, False
+        for compute, bandwidth, link in self._ceilings(self._rates, prefills, decodes, decode_tokens, reached):
+            seconds = (compute if compute >= bandwidth else bandwidth) + link
+            if seconds >= longest:
+                longest, bound = seconds, compute >= bandwidth
+        return StepTime(self._stages * longest + self.factors.seconds, "compute" if bound else "bandwidth")
+
+    def ceilings(
+        self, prefills: Sequence[Chunk], decodes: int, decode_tokens: int, reached: Sequence[int] | None = None
+    ) -> Ceilings:
+        """What a step would take at the device's peaks, of the slowest stage times their number."""
+        found = self._ceilings(self._peaks, prefills, decodes, decode_tokens, reached)
+        slowest = max(found, key=lambda stage: max(stage.compute, stage.bandwidth) + stage.link)
+        return Ceilings(*(self._stages * part for part in slowest))
+
+    def _ceilings(
+        self,
+        stages: Sequence[_Rates],
+        prefills: Sequence[Chunk],
+        decodes: int,
+        decode_tokens: int,
+        reached: Sequence[int] | None,
+    ) -> list[Ceilings]:
+        tokens = sampled = sequences = decodes
+        # Tokens that the step's queries see, and tokens whose keys and values it reads or writes.
+        seen = held = decode_tokens
+        for piece in prefills:
+            start, count = piece.start, piece.count
+            tokens += count
+            seen += count * start + count * (count + 1) // 2
+            held += start + 2 * count
+            sampled += piece.samples
+        sequences += len(prefills)
+        seen_near: Sequence[float] = ()
+        held_near: Sequence[float] = ()
+        if self.reaches:
+            if reached is None:
+                reached = [min(decode_tokens, decodes * reach) for reach in self.reaches]
+            seen_near = held_near = reached
+            if prefills:
+                seen_near, held_near = _near(prefills, self.reaches, reached)
+        found = []
+        for rates in stages:
+            compute = tokens * rates.token_compute + sampled * rates.head_compute + seen * rates.seen_compute
+            bandwidth = (
+                rates.step_bandwidth
+                + sequences * rates.sequence_bandwidth
+                + decodes * rates.append_bandwidth
+                + held * rates.held_bandwidth
+            )
+            for left, seconds in rates.experts:
+                bandwidth += seconds * (1 - left**tokens)
+            if seen_near:
+                for near, each in zip(seen_near, rates.reached_compute, strict=True):
+                    compute += near * each
+                for near, each in zip(held_near, rates.reached_bandwidth, strict=True):
+                    bandwidth += near * each
+            found.append(Ceilings(compute, bandwidth, tokens * rates.token_link))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedClock:
+    """A clock of constant speeds, for tests and for what is known only by its speed.
+
+    Attributes:
+        prefill_rate: prompt tokens a second.
+        decode_seconds: of a step with at least one decode.
+        sequence_seconds: more for each sequence that decodes.
+        overhead: seconds of each step, whatever it computes.
+    """
+
+    prefill_rate: float
+    decode_seconds: float
+    sequence_seconds: float = 0.0
+    overhead: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.prefill_rate < float("inf"):
+            raise InputError(
+                f"prefill_rate: {self.prefill_rate!r} tokens a second; a number above 0", key="prefill_rate"
+            )
+        for key in ("decode_seconds", "sequence_seconds", "overhead"):
+            value = getattr(self, key)
+            if not 0 <= value < float("inf"):
+                raise InputError(f"{key}: {value!r}; seconds, 0 or more", key=key)
+
+    @property
+    def reaches(self) -> tuple[int, ...]:
+        """None: it does not ask how long sequences are."""
+        return ()
+
+    def step(
+        self, prefills: Sequence[Chunk], decodes: int, decode_tokens: int, reached: Sequence[int] | None = None
+    ) -> StepTime:
+        """Prompts, then decodes; see :class:`StepClock`."""
+        prompts = sum(piece.count for piece in prefills) / self.prefill_rate
+        answers = self.decode_seconds + decodes * self.sequence_seconds if decodes else 0.0
+        return StepTime(prompts + answers + self.overhead, "compute" if prompts > answers else "bandwidth")
+
+
+def _near(
+    prefills: Sequence[Chunk], reaches: tuple[int, ...], reached: Sequence[int]
+) -> tuple[list[float], list[float]]:
+    """What windows see and hold: of decodes as given, and of each chunk."""
+    seen, held = list[float](reached), list[float](reached)
+    for piece in prefills:
+        start, count = piece.start, piece.count
+        for index, reach in enumerate(reaches):
+            seen[index] += seen_by_chunk(start, count, reach)
+            held[index] += min(start, reach) + 2 * min(count, reach)
+    return seen, held
+
+
+def _reaches(costs: Iterable[StageCosts]) -> tuple[int, ...]:
+    found = {line.until for stage in costs for line in stage.attending.lines}
+    return tuple(sorted(until for until in found if until is not None))
+
+
+def _rates(stage: StageCosts, reaches: tuple[int, ...]) -> _Rates:
+    assert stage.rate is not None
+    rate, bandwidth, attending = stage.rate, stage.bandwidth, stage.attending
+    lines = {line.until: line for line in attending.lines}
+    everything, near = lines.get(None), [lines.get(reach) for reach in reaches]
+    return _Rates(
+        token_compute=(stage.multiplied + attending.operations) / rate,
+        head_compute=stage.head / rate,
+        seen_compute=0.0 if everything is None else everything.operations / rate,
+        reached_compute=tuple(0.0 if line is None else line.operations / rate for line in near),
+        step_bandwidth=stage.reading.always / bandwidth,
+        sequence_bandwidth=attending.bytes / bandwidth,
+        append_bandwidth=attending.appended / bandwidth,
+        held_bandwidth=0.0 if everything is None else everything.bytes / bandwidth,
+        reached_bandwidth=tuple(0.0 if line is None else line.bytes / bandwidth for line in near),
+        experts=tuple((left, size / bandwidth) for left, size in stage.reading.experts.items()),
+        token_link=stage.sent / stage.link if stage.link else 0.0,
+    )
+
+
+def _scaled(rates: _Rates, factors: Factors) -> _Rates:
+    compute, bandwidth = factors.compute, factors.bandwidth
+    return _Rates(
+        token_compute=rates.token_compute / compute,
+        head_compute=rates.head_compute / compute,
+        seen_compute=rates.seen_compute / compute,
+        reached_compute=tuple(each / compute for each in rates.reached_compute),
+        step_bandwidth=rates.step_bandwidth / bandwidth,
+        sequence_bandwidth=rates.sequence_bandwidth / bandwidth,
+        append_bandwidth=rates.append_bandwidth / bandwidth,
+        held_bandwidth=rates.held_bandwidth / bandwidth,
+        reached_bandwidth=tuple(each / bandwidth for each in rates.reached_bandwidth),
+        experts=tuple((left, seconds / bandwidth) for left, seconds in rates.experts),
+        token_link=rates.token_link,
+    )
+
+
+def _unknown(accelerator: Accelerator, what: str) -> InputError:
+    return InputError(
+        f"gpu: the {what} of {accelerator.name} is not known (public sources are silent or disagree), and a clock "
+        f"needs it; choose another device of `kvist gpus`, or simulate without a clock (`--cache-only`)",
+        key="gpu",
+    )
