@@ -101,12 +101,15 @@ def test_stretches_are_merged_without_losing_any(count: int) -> None:
     rng = np.random.default_rng(count)
     values = {name: rng.random(count) for name in Timeline.__dataclass_fields__}
     values["seconds"] = (np.arange(count) + 0.5) * 3
-    drawn = _drawn(Timeline(**values | {"bound": rng.integers(0, 5, count).astype(np.int8)}))
-    widths = np.diff(drawn.edges)
-    assert len(widths) == drawn.line.bound.size <= 400
-    assert (drawn.edges[0], drawn.edges[-1]) == (pytest.approx(0), pytest.approx(3 * count))
+    # The last stretch is a second long, as a simulation ends when it ends.
+    values["seconds"][-1] = 3 * (count - 1) + 0.5
+    line = Timeline(**values | {"bound": rng.integers(0, 5, count).astype(np.int8)})
+    drawn = _drawn(line)
+    lengths = np.diff(drawn.edges)
+    assert len(lengths) == drawn.line.bound.size <= 400
+    assert (drawn.edges[0], drawn.edges[-1]) == (0, pytest.approx(3 * count - 2))
     for name in ("running", "waste_bytes"):
-        assert (getattr(drawn.line, name) * widths).sum() == pytest.approx(values[name].sum() * 3)
+        assert (getattr(drawn.line, name) * lengths).sum() == pytest.approx((values[name] * np.diff(line.edges)).sum())
 
 
 def test_short_and_long_traces_have_their_units(tmp_path: Path) -> None:

@@ -51,10 +51,10 @@ def _policy(name: str, result: PolicyResult) -> dict[str, Any]:
 
 
 def _columns(line: Timeline) -> dict[str, Any]:
-    """As the page draws them: bytes whole, what bound by its index."""
-    columns: dict[str, Any] = {
-        name: np.round(getattr(line, name), 3).tolist() for name in ("seconds", "running", "waiting")
-    }
+    """As the page draws them: the edges of stretches, bytes whole, what bound by its index."""
+    columns: dict[str, Any] = {"edges": np.round(line.edges, 6).tolist()}
+    for name in ("running", "waiting"):
+        columns[name] = np.round(getattr(line, name), 3).tolist()
     for name in ("running_bytes", "cached_bytes", "waste_bytes", "free_bytes"):
         columns[name] = np.rint(getattr(line, name)).astype(np.int64).tolist()
     return {**columns, "bound": line.bound.tolist()}

@@ -257,21 +257,17 @@ def _strip(panel: "Axes", edges: npt.NDArray[np.float64], bound: npt.NDArray[np.
 
 def _drawn(line: Timeline) -> _Drawn:
     """Means of neighbouring stretches where there are more than a panel shows."""
-    middles = line.seconds
-    half = (middles[1] - middles[0]) / 2 if middles.size > 1 else middles[0] or 0.5
-    edges = np.append(middles - half, middles[-1] + half)
-    width = -(-middles.size // _MOST_STRETCHES)
-    starts = np.arange(0, middles.size, width)
-    counts = np.diff(starts, append=middles.size)
+    starts = np.arange(0, line.seconds.size, -(-line.seconds.size // _MOST_STRETCHES))
+    lengths = np.diff(line.edges)
     columns: dict[str, Any] = {
-        name: np.add.reduceat(getattr(line, name), starts) / counts
+        name: np.add.reduceat(getattr(line, name) * lengths, starts) / np.add.reduceat(lengths, starts)
         for name in line.__dataclass_fields__
         if name != "bound"
     }
     # What bound for most of them; of equals the first in `BOUNDS`.
     votes = [np.add.reduceat((line.bound == code).astype(np.int64), starts) for code in range(len(BOUNDS))]
     bound = np.argmax(votes, axis=0).astype(np.int8)
-    return _Drawn(edges=np.append(edges[starts], edges[-1]), line=Timeline(**columns, bound=bound))
+    return _Drawn(edges=np.append(line.edges[starts], line.edges[-1]), line=Timeline(**columns, bound=bound))
 
 
 def _stairs(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -35,6 +35,8 @@ class Percentiles:
 class Timeline:
     """Means over equal stretches of time, at most some 1,000 of them; every array is ``[stretches]``.
 
+    The first begins at 0; the last may be shorter than the others.
+
     Attributes:
         seconds: float64, the middle of each stretch, since the first arrival.
         running: float64, requests that run.
@@ -54,6 +56,15 @@ class Timeline:
     waste_bytes: npt.NDArray[np.float64]
     free_bytes: npt.NDArray[np.float64]
     bound: npt.NDArray[np.int8]
+
+    @property
+    def edges(self) -> npt.NDArray[np.float64]:
+        """Seconds at which stretches begin and end, float64 ``[stretches + 1]``; empty where there are none."""
+        middles = self.seconds
+        if not middles.size:
+            return np.zeros(0)
+        begins = np.concatenate(([0.0], middles[:-1] + middles[0]))
+        return np.append(begins, 2 * middles[-1] - begins[-1])
 
     def to_dict(self) -> dict[str, Any]:
         """Columns as lists; ``bound`` by name."""
