@@ -122,7 +122,7 @@ class Ceilings(NamedTuple):
 
 
 class _Rates(NamedTuple):
-    """Seconds at the peaks of a stage, for each of what a step is made of.
+    """Seconds of a stage, times the number of stages, for each of what a step is made of.
 
     ``reached_*`` belong to :attr:`Clock.reaches`; ``experts`` are seconds by the chance not to be chosen.
     """
@@ -156,10 +156,10 @@ class Clock:
         self.notes = notes
         self.reaches = _reaches(costs)
         self._costs = tuple(costs)
-        self._stages = costs[0].stages
+        self._constant = self.factors.seconds
         # Stages of equal layers take equally long.
-        self._peaks = tuple(dict.fromkeys(_rates(stage, self.reaches) for stage in costs))
-        self._rates = tuple(_scaled(rates, self.factors) for rates in self._peaks)
+        self._peaks = tuple(dict.fromkeys(_rates(stage, self.reaches, Factors()) for stage in costs))
+        self._rates = tuple(dict.fromkeys(_rates(stage, self.reaches, self.factors) for stage in costs))
 
     @classmethod
     def of(
@@ -220,65 +220,69 @@ class Clock:
         self, prefills: Sequence[Chunk], decodes: int, decode_tokens: int, reached: Sequence[int] | None = None
     ) -> StepTime:
         """Time of one step; see :class:`StepClock`."""
-        longest, bound = 0.0, False
-        for compute, bandwidth, link in self._ceilings(self._rates, prefills, decodes, decode_tokens, reached):
-            seconds = (compute if compute >= bandwidth else bandwidth) + link
-            if seconds >= longest:
-                longest, bound = seconds, compute >= bandwidth
-        return StepTime(self._stages * longest + self.factors.seconds, "compute" if bound else "bandwidth")
+        compute, bandwidth, rest = self._slowest(self._rates, prefills, decodes, decode_tokens, reached)
+        rest += self._constant
+        return StepTime(compute + rest, "compute") if compute >= bandwidth else StepTime(bandwidth + rest, "bandwidth")
 
     def ceilings(
         self, prefills: Sequence[Chunk], decodes: int, decode_tokens: int, reached: Sequence[int] | None = None
     ) -> Ceilings:
         """What a step would take at the device's peaks, of the slowest stage times their number."""
-        found = self._ceilings(self._peaks, prefills, decodes, decode_tokens, reached)
-        slowest = max(found, key=lambda stage: max(stage.compute, stage.bandwidth) + stage.link)
-        return Ceilings(*(self._stages * part for part in slowest))
+        return Ceilings(*self._slowest(self._peaks, prefills, decodes, decode_tokens, reached))
 
-    def _ceilings(
+    def _slowest(
         self,
         stages: Sequence[_Rates],
         prefills: Sequence[Chunk],
         decodes: int,
         decode_tokens: int,
         reached: Sequence[int] | None,
-    ) -> list[Ceilings]:
+    ) -> tuple[float, float, float]:
+        """Compute, bandwidth and link of the stage that takes the longest."""
         tokens = sampled = sequences = decodes
         # Tokens that the step's queries see, and tokens whose keys and values it reads or writes.
         seen = held = decode_tokens
+        near_seen: Sequence[int] = ()
+        near_held: Sequence[int] = ()
+        if self.reaches:
+            if reached is None:
+                reached = [min(decode_tokens, decodes * reach) for reach in self.reaches]
+            near_seen = near_held = reached
+            if prefills:
+                near_seen, near_held = _near(prefills, self.reaches, reached)
         for piece in prefills:
             start, count = piece.start, piece.count
             tokens += count
             seen += count * start + count * (count + 1) // 2
             held += start + 2 * count
             sampled += piece.samples
-        sequences += len(prefills)
-        seen_near: Sequence[float] = ()
-        held_near: Sequence[float] = ()
-        if self.reaches:
-            if reached is None:
-                reached = [min(decode_tokens, decodes * reach) for reach in self.reaches]
-            seen_near = held_near = reached
-            if prefills:
-                seen_near, held_near = _near(prefills, self.reaches, reached)
-        found = []
-        for rates in stages:
-            compute = tokens * rates.token_compute + sampled * rates.head_compute + seen * rates.seen_compute
+            sequences += 1
+        slowest, longest = (0.0, 0.0, 0.0), -1.0
+        for (
+            token_compute, head_compute, seen_compute, reached_compute,
+            step_bandwidth, sequence_bandwidth, append_bandwidth, held_bandwidth, reached_bandwidth,
+            experts, token_link,
+        ) in stages:  # fmt: skip
+            compute = tokens * token_compute + sampled * head_compute + seen * seen_compute
             bandwidth = (
-                rates.step_bandwidth
-                + sequences * rates.sequence_bandwidth
-                + decodes * rates.append_bandwidth
-                + held * rates.held_bandwidth
-            )
-            for left, seconds in rates.experts:
+                step_bandwidth
+                + sequences * sequence_bandwidth
+                + decodes * append_bandwidth
+                + held * held_bandwidth
+            )  # fmt: skip
+            for left, seconds in experts:
                 bandwidth += seconds * (1 - left**tokens)
-            if seen_near:
-                for near, each in zip(seen_near, rates.reached_compute, strict=True):
-                    compute += near * each
-                for near, each in zip(held_near, rates.reached_bandwidth, strict=True):
-                    bandwidth += near * each
-            found.append(Ceilings(compute, bandwidth, tokens * rates.token_link))
-        return found
+            if near_seen:
+                for its_seen, its_held, each_seen, each_held in zip(
+                    near_seen, near_held, reached_compute, reached_bandwidth, strict=True
+                ):
+                    compute += its_seen * each_seen
+                    bandwidth += its_held * each_held
+            link = tokens * token_link
+            seconds = (compute if compute >= bandwidth else bandwidth) + link
+            if seconds > longest:
+                slowest, longest = (compute, bandwidth, link), seconds
+        return slowest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,16 +325,18 @@ class FixedClock:
         return StepTime(prompts + answers + self.overhead, "compute" if prompts > answers else "bandwidth")
 
 
-def _near(
-    prefills: Sequence[Chunk], reaches: tuple[int, ...], reached: Sequence[int]
-) -> tuple[list[float], list[float]]:
+def _near(prefills: Sequence[Chunk], reaches: tuple[int, ...], reached: Sequence[int]) -> tuple[list[int], list[int]]:
     """What windows see and hold: of decodes as given, and of each chunk."""
-    seen, held = list[float](reached), list[float](reached)
-    for piece in prefills:
-        start, count = piece.start, piece.count
-        for index, reach in enumerate(reaches):
-            seen[index] += seen_by_chunk(start, count, reach)
-            held[index] += min(start, reach) + 2 * min(count, reach)
+    seen, held = list(reached), list(reached)
+    for index, reach in enumerate(reaches):
+        for piece in prefills:
+            start, count = piece.start, piece.count
+            if start >= reach:
+                seen[index] += count * reach
+                held[index] += reach + 2 * (count if count < reach else reach)
+            else:
+                seen[index] += seen_by_chunk(start, count, reach)
+                held[index] += start + 2 * (count if count < reach else reach)
     return seen, held
 
 
@@ -339,9 +345,12 @@ def _reaches(costs: Iterable[StageCosts]) -> tuple[int, ...]:
     return tuple(sorted(until for until in found if until is not None))
 
 
-def _rates(stage: StageCosts, reaches: tuple[int, ...]) -> _Rates:
+def _rates(stage: StageCosts, reaches: tuple[int, ...], factors: Factors) -> _Rates:
     assert stage.rate is not None
-    rate, bandwidth, attending = stage.rate, stage.bandwidth, stage.attending
+    # A step passes all stages, each as long as the slowest.
+    rate = stage.rate * factors.compute / stage.stages
+    bandwidth = stage.bandwidth * factors.bandwidth / stage.stages
+    attending = stage.attending
     lines = {line.until: line for line in attending.lines}
     everything, near = lines.get(None), [lines.get(reach) for reach in reaches]
     return _Rates(
@@ -355,24 +364,7 @@ def _rates(stage: StageCosts, reaches: tuple[int, ...]) -> _Rates:
         held_bandwidth=0.0 if everything is None else everything.bytes / bandwidth,
         reached_bandwidth=tuple(0.0 if line is None else line.bytes / bandwidth for line in near),
         experts=tuple((left, size / bandwidth) for left, size in stage.reading.experts.items()),
-        token_link=stage.sent / stage.link if stage.link else 0.0,
-    )
-
-
-def _scaled(rates: _Rates, factors: Factors) -> _Rates:
-    compute, bandwidth = factors.compute, factors.bandwidth
-    return _Rates(
-        token_compute=rates.token_compute / compute,
-        head_compute=rates.head_compute / compute,
-        seen_compute=rates.seen_compute / compute,
-        reached_compute=tuple(each / compute for each in rates.reached_compute),
-        step_bandwidth=rates.step_bandwidth / bandwidth,
-        sequence_bandwidth=rates.sequence_bandwidth / bandwidth,
-        append_bandwidth=rates.append_bandwidth / bandwidth,
-        held_bandwidth=rates.held_bandwidth / bandwidth,
-        reached_bandwidth=tuple(each / bandwidth for each in rates.reached_bandwidth),
-        experts=tuple((left, seconds / bandwidth) for left, seconds in rates.experts),
-        token_link=rates.token_link,
+        token_link=stage.stages * stage.sent / stage.link if stage.link else 0.0,
     )
 
 
