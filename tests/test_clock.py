@@ -210,6 +210,16 @@ def test_full_attention_needs_nothing_but_the_sum_of_lengths(lengths: list[int])
     assert found.bandwidth == pytest.approx((alone[0].weights_bytes + caches) / stage.bandwidth, rel=1e-9)
 
 
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("length", [1, 100, 5000])
+def test_a_decode_is_a_chunk_of_one_token(name: str, length: int) -> None:
+    clock = clock_of(name)
+    decode, chunk = clock.ceilings((), 1, length), clock.ceilings([Piece(length - 1, 1)], 0, 0)
+    assert decode.compute == pytest.approx(chunk.compute, rel=1e-12)
+    # A chunk reads a full window and its own token.
+    assert decode.bandwidth == pytest.approx(chunk.bandwidth, rel=1e-4)
+
+
 def test_prompts_and_decodes_of_one_step_read_the_weights_once() -> None:
     (stage,) = costs("llama-3-8b")
     clock = clock_of("llama-3-8b")

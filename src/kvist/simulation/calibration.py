@@ -7,9 +7,9 @@ A file of points is CSV with a head, or JSON lines, one step a row::
     0,0,0,64,65536,0.0101
 
 Each point takes ``max(compute / e, bandwidth / g) + link + constant`` seconds, where compute, bandwidth and link are
-the clock's at the peaks. The factors e, g and the constant, none negative, are those that make the sum of squared
-relative errors least. Which points compute longer than they read depends on ``e / g`` alone: it is tried for every
-division of the points, ordered by ``compute / bandwidth``, and each is a linear problem with a closed solution.
+the clock's at the peaks. The factors e and g, at most 1, and the constant, at least 0, are those that make the sum of
+squared relative errors least. Which points compute longer than they read depends on ``e / g`` alone: it is tried for
+every division of the points, ordered by ``compute / bandwidth``, and each is a linear problem with a closed solution.
 """
 
 import csv
@@ -49,7 +49,7 @@ class Point:
         prefill_start: tokens of each prompt that the cache held before.
         prefills: prompts.
         decodes: sequences that one more token was computed of.
-        decode_tokens: their lengths before the step, added up.
+        decode_tokens: their lengths added up, the token that is computed included.
     """
 
     seconds: float
@@ -280,18 +280,23 @@ def _least_squares(compute: _Floats, bandwidth: _Floats, link: _Floats, measured
     aa, ac, ay = first(by_compute**2), first(by_compute * constant), first(by_compute * wanted)
     bb, bc, by = last(by_bandwidth**2), last(by_bandwidth * constant), last(by_bandwidth * wanted)
     cc, cy = float(constant @ constant), float(constant @ wanted)
-    independent = cc - ac**2 / aa - bc**2 / bb
-    # Points of one intensity are all on one side.
-    told = (independent > _LEAST_INDEPENDENT * cc) & (intensity[:-1] > intensity[1:] * (1 + 1e-9))
-    seconds = np.maximum(0.0, (cy - ac * ay / aa - bc * by / bb) / np.where(told, independent, 1.0))
-    a, b = (ay - ac * seconds) / aa, (by - bc * seconds) / bb
+    # Points of one intensity are all on one side; what the other two leave of the constant's column tells it from them.
+    told = (intensity[:-1] > intensity[1:] * (1 + 1e-9)) & (cc - ac**2 / aa - bc**2 / bb > _LEAST_INDEPENDENT * cc)
     best, least = None, np.inf
-    for index in np.flatnonzero(told & (a > 0) & (b > 0)):
-        misses = np.maximum(a[index] * by_compute, b[index] * by_bandwidth) + seconds[index] * constant - wanted
-        loss = float(misses @ misses)
-        if loss < least:
-            least = loss
-            best = Factors(compute=1 / float(a[index]), bandwidth=1 / float(b[index]), seconds=float(seconds[index]))
+    for a_free, b_free in ((True, True), (True, False), (False, True), (False, False)):
+        # A device that is at its peak leaves the constant all but what that takes.
+        alone = cc - a_free * ac**2 / aa - b_free * bc**2 / bb
+        left = cy - (ac * ay / aa if a_free else ac) - (bc * by / bb if b_free else bc)
+        seconds = np.maximum(0.0, left / np.where(told, alone, 1.0))
+        a, b = np.maximum(1.0, (ay - ac * seconds) / aa), np.maximum(1.0, (by - bc * seconds) / bb)
+        for index in np.flatnonzero(told):
+            misses = np.maximum(a[index] * by_compute, b[index] * by_bandwidth) + seconds[index] * constant - wanted
+            loss = float(misses @ misses)
+            if loss < least * (1 - 1e-12):
+                least = loss
+                best = Factors(
+                    compute=1 / float(a[index]), bandwidth=1 / float(b[index]), seconds=float(seconds[index])
+                )
     return best
 
 
@@ -303,10 +308,13 @@ def _spread(clock: Clock, points: Sequence[Point], measured: _Floats) -> Spread:
 
 def _notes(factors: Factors) -> tuple[str, ...]:
     return tuple(
-        f"the points run at {value:.2f} of the peak {what}, above what the device is said to do: check seconds, model, "
-        f"format and device"
-        for what, value in (("rate", factors.compute), ("bandwidth", factors.bandwidth))
-        if value > 1.05
+        f"the points would have the device at its peak {what}, or faster: they do not tell it from the constant of a "
+        f"step, or another device, model or format was measured; {more} would"
+        for what, value, more in (
+            ("rate", factors.compute, "prompts of several sizes"),
+            ("bandwidth", factors.bandwidth, "decodes of several numbers of sequences"),
+        )
+        if value >= 1
     )
 
 

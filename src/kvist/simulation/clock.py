@@ -83,7 +83,7 @@ class StepClock(Protocol):
         Args:
             prefills: parts of prompts that are computed in it.
             decodes: sequences that one more token is computed of.
-            decode_tokens: lengths of these sequences before the step, added up.
+            decode_tokens: their lengths added up, the token that is computed included.
             reached: for each of ``reaches``, ``min(length, reach)`` added up over these sequences. Where it is left
                 out all are taken to be of one length, which is exact for equal ones and too much for others.
         """
