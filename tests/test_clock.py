@@ -91,9 +91,23 @@ def test_a_whole_prompt_takes_what_the_roofline_says(name: str, prompt: int) -> 
 @pytest.mark.parametrize(("tp", "pp"), [(8, 1), (1, 4), (2, 3)])
 def test_ranks_and_stages_are_those_of_the_roofline(tp: int, pp: int) -> None:
     clock, stages = clock_of("llama-3-8b", tp, pp), costs("llama-3-8b", tp, pp)
-    slowest = max(stage.decode(32, 2000).stage_seconds for stage in stages)
-    assert clock.step((), 32, 32 * 2000).seconds == pytest.approx(pp * slowest, rel=1e-12)
-    assert (clock.ceilings((), 32, 64000).link > 0) == (tp > 1)
+    # As many parts as stages: what `kvist plan` says of so many users.
+    slowest = max(stage.decode(8, 2000).stage_seconds for stage in stages)
+    assert clock.step((), pp * 8, pp * 8 * 2000).seconds == pytest.approx(pp * slowest, rel=1e-12)
+    assert (clock.ceilings((), pp * 8, pp * 16000).link > 0) == (tp > 1)
+    # Nothing else is there while a lone prompt passes all stages.
+    prompt = max(stage.prefill(5000).seconds for stage in stages)
+    assert clock.step([Piece(0, 5000)], 0, 0).seconds == pytest.approx(prompt, rel=1e-12)
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 9000), st.integers(0, 12), st.integers(1, 9000))
+def test_what_fills_a_pipeline_makes_no_step_shorter(prompt: int, decodes: int, length: int) -> None:
+    clock = clock_of("llama-3-8b", 1, 4)
+    before = clock.step([Piece(0, prompt)], decodes, decodes * length).seconds
+    assert clock.step([Piece(0, prompt)], decodes + 1, (decodes + 1) * length).seconds >= before * (1 - 1e-12)
+    if decodes >= 3:
+        assert clock.step([Piece(0, prompt), Piece(0, 1)], decodes, decodes * length).seconds >= before * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -6,7 +6,9 @@ For each stage of the pipeline
     bandwidth = bytes of the step / (peak bandwidth x efficiency)
     seconds   = stages x (the longer of the two + what ranks send each other), of the slowest stage, + a constant
 
-with operations and bytes as in :mod:`kvist.planning.roofline`, summed over the step: weights once, of experts those
+of as many parts of the step as there are stages: while one works on some of its sequences, the others work on others.
+
+Operations and bytes are those of :mod:`kvist.planning.roofline`, summed over the step: weights once, of experts those
 that one of its tokens is sent to; each decode reads its whole sequence and writes a token; each chunk of a prompt reads
 what is before it, writes itself and reads that again, and its tokens see what is before each of them.
 
@@ -14,7 +16,7 @@ Attention is linear in the length of a sequence, up to a window. So a step is kn
 how many, their lengths, and for each number of :attr:`StepClock.reaches` their lengths cut off there: docs/clock.md.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -54,17 +56,14 @@ class Chunk(Protocol):
     @property
     def start(self) -> int:
         """Tokens before it, which the cache holds."""
-        ...
 
     @property
     def count(self) -> int:
         """Tokens that are computed."""
-        ...
 
     @property
     def samples(self) -> bool:
         """Whether the last of them goes through the output head."""
-        ...
 
 
 class StepClock(Protocol):
@@ -73,7 +72,6 @@ class StepClock(Protocol):
     @property
     def reaches(self) -> tuple[int, ...]:
         """Distinct windows of the model, in tokens, ascending."""
-        ...
 
     def step(
         self, prefills: Sequence[Chunk], decodes: int, decode_tokens: int, reached: Sequence[int] | None = None
@@ -87,7 +85,6 @@ class StepClock(Protocol):
             reached: for each of ``reaches``, ``min(length, reach)`` added up over these sequences. Where it is left
                 out all are taken to be of one length, which is exact for equal ones and too much for others.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +151,11 @@ class Clock:
     ) -> None:
         self.factors = Factors() if factors is None else factors
         self.notes = notes
-        self.reaches = _reaches(costs)
+        limits = {line.until for stage in costs for line in stage.attending.lines}
+        self.reaches = tuple(sorted(until for until in limits if until is not None))
         self._costs = tuple(costs)
         self._constant = self.factors.seconds
+        self._stages = costs[0].stages
         # Stages of equal layers take equally long.
         self._peaks = tuple(dict.fromkeys(_rates(stage, self.reaches, Factors()) for stage in costs))
         self._rates = tuple(dict.fromkeys(_rates(stage, self.reaches, self.factors) for stage in costs))
@@ -220,7 +219,10 @@ class Clock:
         self, prefills: Sequence[Chunk], decodes: int, decode_tokens: int, reached: Sequence[int] | None = None
     ) -> StepTime:
         """Time of one step; see :class:`StepClock`."""
-        compute, bandwidth, rest = self._slowest(self._rates, prefills, decodes, decode_tokens, reached)
+        if self._stages == 1:
+            compute, bandwidth, rest = self._slowest(self._rates, prefills, decodes, decode_tokens, reached)
+        else:
+            compute, bandwidth, rest = self._piped(self._rates, prefills, decodes, decode_tokens, reached)
         rest += self._constant
         return StepTime(compute + rest, "compute") if compute >= bandwidth else StepTime(bandwidth + rest, "bandwidth")
 
@@ -228,7 +230,27 @@ class Clock:
         self, prefills: Sequence[Chunk], decodes: int, decode_tokens: int, reached: Sequence[int] | None = None
     ) -> Ceilings:
         """What a step would take at the device's peaks, of the slowest stage times their number."""
-        return Ceilings(*self._slowest(self._peaks, prefills, decodes, decode_tokens, reached))
+        return Ceilings(*self._piped(self._peaks, prefills, decodes, decode_tokens, reached))
+
+    def _piped(
+        self,
+        stages: Sequence[_Rates],
+        prefills: Sequence[Chunk],
+        decodes: int,
+        decode_tokens: int,
+        reached: Sequence[int] | None,
+    ) -> tuple[float, float, float]:
+        """While one stage works on some sequences, the others work on other ones: as many parts as there are stages.
+
+        All parts are taken to be alike, and none to be shorter than the largest chunk, which stays in one.
+        """
+        parts = max(1, min(self._stages, decodes + len(prefills)))
+        found = self._slowest(stages, prefills, decodes, decode_tokens, reached, parts)
+        if parts == 1 or not prefills:
+            return found
+        largest = max(prefills, key=lambda piece: piece.count * (piece.start + piece.count))
+        alone = self._slowest(stages, [largest], 0, 0, None)
+        return max(found, alone, key=lambda ceilings: max(ceilings[:2]) + ceilings[2])
 
     def _slowest(
         self,
@@ -237,13 +259,18 @@ class Clock:
         decodes: int,
         decode_tokens: int,
         reached: Sequence[int] | None,
+        parts: int = 1,
     ) -> tuple[float, float, float]:
-        """Compute, bandwidth and link of the stage that takes the longest."""
-        tokens = sampled = sequences = decodes
+        """Compute, bandwidth and link of the stage that takes the longest, of one of so many parts of the step."""
+        tokens: float = decodes
+        sampled: float = decodes
+        sequences: float = decodes
+        alone: float = decodes
         # Tokens that the step's queries see, and tokens whose keys and values it reads or writes.
-        seen = held = decode_tokens
-        near_seen: Sequence[int] = ()
-        near_held: Sequence[int] = ()
+        seen: float = decode_tokens
+        held: float = decode_tokens
+        near_seen: Sequence[float] = ()
+        near_held: Sequence[float] = ()
         if self.reaches:
             if reached is None:
                 reached = [min(decode_tokens, decodes * reach) for reach in self.reaches]
@@ -257,6 +284,10 @@ class Clock:
             held += start + 2 * count
             sampled += piece.samples
             sequences += 1
+        if parts > 1:
+            tokens, sampled, sequences, alone = tokens / parts, sampled / parts, sequences / parts, alone / parts
+            seen, held = seen / parts, held / parts
+            near_seen, near_held = [each / parts for each in near_seen], [each / parts for each in near_held]
         slowest, longest = (0.0, 0.0, 0.0), -1.0
         for (
             token_compute, head_compute, seen_compute, reached_compute,
@@ -267,7 +298,7 @@ class Clock:
             bandwidth = (
                 step_bandwidth
                 + sequences * sequence_bandwidth
-                + decodes * append_bandwidth
+                + alone * append_bandwidth
                 + held * held_bandwidth
             )  # fmt: skip
             for left, seconds in experts:
@@ -303,9 +334,7 @@ class FixedClock:
 
     def __post_init__(self) -> None:
         if not 0 < self.prefill_rate < float("inf"):
-            raise InputError(
-                f"prefill_rate: {self.prefill_rate!r} tokens a second; a number above 0", key="prefill_rate"
-            )
+            raise InputError(f"prefill_rate: {self.prefill_rate!r} tokens a second; above 0", key="prefill_rate")
         for key in ("decode_seconds", "sequence_seconds", "overhead"):
             value = getattr(self, key)
             if not 0 <= value < float("inf"):
@@ -338,11 +367,6 @@ def _near(prefills: Sequence[Chunk], reaches: tuple[int, ...], reached: Sequence
                 seen[index] += seen_by_chunk(start, count, reach)
                 held[index] += start + 2 * (count if count < reach else reach)
     return seen, held
-
-
-def _reaches(costs: Iterable[StageCosts]) -> tuple[int, ...]:
-    found = {line.until for stage in costs for line in stage.attending.lines}
-    return tuple(sorted(until for until in found if until is not None))
 
 
 def _rates(stage: StageCosts, reaches: tuple[int, ...], factors: Factors) -> _Rates:
