@@ -34,11 +34,14 @@ def page() -> str:
 
 
 def commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The subcommands by name."""
+    """The subcommands by name, each followed by its own."""
+    found: dict[str, argparse.ArgumentParser] = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            return dict(action.choices)
-    return {}
+            for name, command in action.choices.items():
+                found[name] = command
+                found |= {f"{name} {part}": each for part, each in commands(command).items()}
+    return found
 
 
 def _section(title: str, parser: argparse.ArgumentParser) -> str:

@@ -19,6 +19,7 @@ from kvist.commands.engine import add_generate, add_serve
 from kvist.commands.listings import add_formats, add_gpus
 from kvist.commands.models import add_models
 from kvist.commands.plan import add_plan
+from kvist.commands.trace import add_trace
 from kvist.errors import InputError, KvistError
 
 _ENGINE_MODULES = {"torch", "safetensors", "gguf", "tokenizers", "jinja2", "fastapi", "uvicorn", "prometheus_client"}
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return finish_output(int(stop.code or 0))
     except KvistError as error:
         key = error.key if isinstance(error, InputError) else None
-        return _fail(error, in_options(str(error), key, _option_names(args.command)), error.exit_code)
+        return _fail(error, in_options(str(error), key, _option_names(args)), error.exit_code)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -111,18 +112,16 @@ def parse(argv: Sequence[str], into: argparse.Namespace | None = None) -> argpar
     """
     parser = build_parser()
     words = list(argv)
-    command = _commands(parser).get(words[0]) if words else None
-    if command is not None:
-        words[1:] = join_negatives(words[1:], command._option_string_actions)
+    named, command = _command(parser, words)
+    words[len(named) :] = join_negatives(words[len(named) :], command._option_string_actions)
     args, extras = parser.parse_known_args(words, into)
     unknown = [extra for extra in extras if extra.startswith("-") and extra != "-"]
     if args.command == "generate" and not unknown:
         # Words on both sides of an option come in two parts.
         args.words = [*args.words, *extras]
     elif extras:
-        raise InputError(
-            f"{args.command}: unknown argument {(unknown or extras)[0]!r}; see kvist {args.command} --help"
-        )
+        called = " ".join(named)
+        raise InputError(f"{called}: unknown argument {(unknown or extras)[0]!r}; see kvist {called} --help")
     if args.command == "generate":
         _name_words(args)
         if args.top_k is not None:
@@ -137,11 +136,21 @@ def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Argument
     return {}
 
 
-def _option_names(command: str | None) -> dict[str, str]:
+def _command(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], argparse.ArgumentParser]:
+    """The words that name a command, as ``trace info`` does, and its parser."""
+    named: list[str] = []
+    while len(named) < len(words) and words[len(named)] in (commands := _commands(parser)):
+        parser = commands[words[len(named)]]
+        named.append(words[len(named)])
+    return named, parser
+
+
+def _option_names(args: argparse.Namespace) -> dict[str, str]:
     """The options of a command by the names of their values; ``{}`` where no command was read."""
-    parser = _commands(build_parser()).get(command or "")
-    actions = () if parser is None else parser._actions
-    return {action.dest: action.option_strings[-1] for action in actions if action.option_strings}
+    if args.command is None:
+        return {}
+    _, parser = _command(build_parser(), [args.command, getattr(args, "part", "")])
+    return {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
 
 
 def _name_words(args: argparse.Namespace) -> None:
@@ -165,6 +174,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvist {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, prog="kvist")
-    for add in (add_plan, add_check, add_models, add_formats, add_gpus, add_generate, add_serve):
+    for add in (add_plan, add_check, add_models, add_formats, add_gpus, add_trace, add_generate, add_serve):
         add(commands)
     return parser

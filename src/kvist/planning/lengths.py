@@ -63,9 +63,10 @@ def read_lengths(path: str | Path) -> Lengths:
     """
     columns = read_columns(Source(path=str(path), key="lengths"), trace=False, most=_MOST_REQUESTS)
     block_tokens = named_block_tokens(columns)
+    ids = columns.blocks
     requests, start = [], 0
     for prompt, output, count in zip(columns.prompts, columns.outputs, columns.counts, strict=True):
-        blocks = tuple(columns.blocks[start : start + count])
+        blocks = tuple(ids[start : start + count])
         start += count
         requests.append(Request(prompt=prompt, output=None if output < 0 else output, blocks=blocks))
     return Lengths(source=str(path), requests=tuple(requests), empty=columns.failed, block_tokens=block_tokens)

@@ -28,11 +28,9 @@ def chained(blocks: _Ids, offsets: _Ids) -> _Ids:
     before[1:] = ids[:-1]
     starts = offsets[:-1][np.diff(offsets) > 0]
     before[starts] = -1
-    # Of repeated indices the last is kept: in reverse order, what came before the first appearance.
     predecessor = np.empty(int(ids.max()) + 1, np.int64)
-    predecessor[ids[::-1]] = before[::-1]
-    pieces = (slice(at, at + _SLICE) for at in range(0, ids.size, _SLICE))
-    if all(np.array_equal(predecessor[ids[piece]], before[piece]) for piece in pieces):
+    predecessor[ids] = before
+    if all(np.array_equal(predecessor[ids[piece]], before[piece]) for piece in _pieces(ids.size)):
         return ids
     return _in_order(_rechained(ids, offsets))
 
@@ -41,18 +39,35 @@ def _in_order(blocks: _Ids) -> _Ids:
     """Number ids in the order in which they first appear."""
     if not blocks.size:
         return blocks
-    largest = np.maximum.accumulate(blocks)
-    if blocks.min() >= 0 and largest[0] == 0 and int(np.diff(largest).max(initial=0)) <= 1:
+    if _is_in_order(blocks):
         return blocks
-    del largest
     if blocks.min() < 0 or blocks.max() > 4 * blocks.size + 1024:
         _, blocks = np.unique(blocks, return_inverse=True)
     first = np.full(int(blocks.max()) + 1, -1, np.int64)
-    first[blocks[::-1]] = np.arange(blocks.size - 1, -1, -1)
+    for piece in reversed(_pieces(blocks.size)):
+        # Of repeated indices the last is kept: in reverse order, the first appearance.
+        first[blocks[piece][::-1]] = np.arange(piece.stop - 1, piece.start - 1, -1)
     used = np.flatnonzero(first >= 0)
-    number = np.empty(first.size, np.int64)
-    number[used[np.argsort(first[used], kind="stable")]] = np.arange(used.size)
+    used = used[np.argsort(first[used], kind="stable")]
+    number = first
+    number[used] = np.arange(used.size)
     return number[blocks]
+
+
+def _is_in_order(blocks: _Ids) -> bool:
+    """Whether each id that is new is the next number."""
+    known = -1
+    for piece in _pieces(blocks.size):
+        largest = np.maximum.accumulate(np.concatenate([[known], blocks[piece]]))
+        if blocks[piece].min() < 0 or int(np.diff(largest).max()) > 1:
+            return False
+        known = int(largest[-1])
+    return True
+
+
+def _pieces(size: int) -> list[slice]:
+    """Parts of a column, so that what is made of it on the way stays small."""
+    return [slice(at, min(size, at + _SLICE)) for at in range(0, size, _SLICE)]
 
 
 def _rechained(ids: _Ids, offsets: _Ids) -> _Ids:

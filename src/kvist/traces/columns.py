@@ -6,6 +6,7 @@ from array import array
 from datetime import date
 from typing import Any
 
+from kvist.traces.ids import BlockIds, NoIds
 from kvist.traces.names import Places
 from kvist.traces.source import Source
 from kvist.traces.trace import SkippedRow
@@ -34,8 +35,7 @@ class Columns:
         outputs: tokens; -1 where only whole lengths are known, which are then the prompts.
         arrivals: seconds since the first row's; empty where rows name no times.
         counts: named blocks of each request.
-        blocks: ids of all of them.
-        streams: which uninterrupted conversation each request goes on with; empty where rows name none.
+        streams: which uninterrupted conversation a request goes on with, of those whose rows name one.
         block_tokens: tokens of a block, where the file says it.
         format: whose format the file has.
         failed: requests without a prompt or without an answer, left out.
@@ -55,7 +55,7 @@ class Columns:
         """
         self.prompts, self.outputs, self.counts = array("q"), array("q"), array("q")
         self.arrivals = array("d")
-        self.blocks = array("q")
+        self._ids = BlockIds()
         self.streams = array("q")
         self.block_tokens: int | None = None
         self.format = "columns by name"
@@ -71,7 +71,6 @@ class Columns:
         self._dated = False
         self._origin: int | float | None = None
         self._days: dict[str, int] = {}
-        self._dense: dict[int | str, int] | None = None
         # Of each conversation: its stream, and the tokens at its end.
         self._ends: dict[object, tuple[int, int]] = {}
         self._stream_count = 0
@@ -80,6 +79,11 @@ class Columns:
     def full(self) -> bool:
         """Whether as many requests were taken as are wanted."""
         return len(self.prompts) >= self._limit
+
+    @property
+    def blocks(self) -> "array[int]":
+        """Ids of the blocks of all requests."""
+        return self._ids.column()
 
     def bad(self, number: int, reason: str, *, of: str = "line") -> None:
         """Leave a row out, or raise.
@@ -97,7 +101,7 @@ class Columns:
         """Take a row.
 
         Args:
-            values: of its columns: what JSON or text says.
+            values: of its columns: what JSON or text says; of blocks a list, or what stands between its brackets.
             places: which is which.
 
         Raises:
@@ -118,9 +122,6 @@ class Columns:
             prompt += length_of(values[places.history])
         if self._trace and (places.time is not None or self._timed):
             arrival = self._seconds(values, places)
-        before = len(self.blocks)
-        if places.blocks is not None and values[places.blocks] is not None:
-            self._add_blocks(values[places.blocks])
         if self._trace and places.conversation is not None and places.history is not None:
             stream = self._stream(values[places.conversation], values[places.history], prompt, output)
         else:
@@ -128,13 +129,18 @@ class Columns:
         # Lengths count what was said even where nothing was answered.
         if (not prompt or not output) and (self._trace or (not prompt and output <= 0)):
             self.failed += 1
-            del self.blocks[before:]
             return
         if len(self.prompts) >= self._most:
             raise self.source.error(f"more than {self._most:,} requests; plan with a sample")
+        count = 0
+        if places.blocks is not None and values[places.blocks] is not None:
+            try:
+                count = self._ids.add(values[places.blocks])
+            except NoIds as error:
+                raise RowError("has hash_ids that are no list of whole numbers; write [0, 1, 2]") from error
         self.prompts.append(prompt)
         self.outputs.append(output)
-        self.counts.append(len(self.blocks) - before)
+        self.counts.append(count)
         if stream >= 0:
             self.streams.append(stream)
         if self._trace and places.time is not None:
@@ -142,25 +148,6 @@ class Columns:
             self.arrivals.append(arrival)
         elif self._timed is None:
             self._timed = False
-
-    def _add_blocks(self, ids: Any) -> None:
-        if type(ids) is not list or bool in set(map(type, ids)):
-            raise RowError(_NO_IDS)
-        if self._dense is None:
-            before = len(self.blocks)
-            try:
-                self.blocks.extend(ids)
-                return
-            except (TypeError, OverflowError):
-                del self.blocks[before:]
-        if not all(type(each) is int or type(each) is str for each in ids):
-            raise RowError(_NO_IDS)
-        if self._dense is None:
-            # Texts, or numbers beyond 64 bits: from here on all are counted in the order in which they appear.
-            self._dense = {}
-            self.blocks = array("q", (self._dense.setdefault(each, len(self._dense)) for each in self.blocks))
-        dense = self._dense
-        self.blocks.extend([dense.setdefault(each, len(dense)) for each in ids])
 
     def _stream(self, conversation: Any, history: Any, prompt: int, output: int) -> int:
         """Which stream of tokens a turn goes on with: a new one where its history is not all that was said before."""
@@ -216,9 +203,6 @@ class Columns:
             ahead = int(ahead_hours) * 3600 + int(ahead_minutes) * 60
             total += ahead if sign == "-" else -ahead
         return total * _NANO + int((fraction or "").ljust(9, "0"))
-
-
-_NO_IDS = "has hash_ids that are no list of whole numbers; write [0, 1, 2]"
 
 
 def length_of(value: object) -> int:

@@ -14,7 +14,7 @@ from kvist.traces.source import Source, lines_of
 from kvist.traces.trace import Trace
 
 
-def read_trace(path: str | Path, *, skip_bad: bool = False, limit: int | None = None) -> Trace:
+def read_trace(path: str | Path, *, skip_bad: bool = False, limit: int | None = None, key: str = "trace") -> Trace:
     """Read a request trace: Mooncake, Azure, BurstGPT, agent sessions, ShareGPT turns, kvist's own; gzip or not.
 
     Requests that arrived out of order are sorted by their arrival; those of one moment stay in the file's order.
@@ -26,6 +26,7 @@ def read_trace(path: str | Path, *, skip_bad: bool = False, limit: int | None = 
         path: of the file; ``-`` is standard input.
         skip_bad: whether to leave rows out that are no requests, instead of raising.
         limit: requests to read, from the file's beginning; None for all.
+        key: what errors call the argument that names the file.
 
     Raises:
         BadFile: the file is not there, torn, holds no request, or a row is none; names the line, what is wrong with it
@@ -34,7 +35,7 @@ def read_trace(path: str | Path, *, skip_bad: bool = False, limit: int | None = 
     """
     if limit is not None and limit < 1:
         raise InputError(f"limit: {limit} requests; 1 or more", key="limit")
-    columns = read_columns(Source(path=str(path), key="trace"), trace=True, skip_bad=skip_bad, limit=limit)
+    columns = read_columns(Source(path=str(path), key=key), trace=True, skip_bad=skip_bad, limit=limit)
     return _trace_of(columns)
 
 
@@ -86,7 +87,7 @@ def _trace_of(columns: Columns) -> Trace:
     block_tokens = named_block_tokens(columns)
     if block_tokens is not None:
         blocks, offsets = clipped(_ints(columns.blocks), offsets_of(_ints(columns.counts)), -(-prompts // block_tokens))
-    elif columns.streams:
+    elif prompts.size == len(columns.streams):
         block_tokens = TURN_BLOCK
         blocks, offsets = of_streams(_ints(columns.streams), prompts)
     else:

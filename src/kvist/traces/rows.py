@@ -16,6 +16,7 @@ VERSION = 1
 _ARRAY_BYTES = 2**28
 _PAIR = Places(prompt=0, output=1)
 _ONE = Places(prompt=0)
+_decode = json.JSONDecoder().raw_decode
 _SEPARATORS = (",", "\t", ";")
 
 
@@ -62,37 +63,63 @@ def _texts(lines: Iterator[tuple[int, bytes | None]], columns: Columns) -> Itera
 
 
 def _read_json(lines: Iterator[tuple[int, str]], columns: Columns) -> None:
-    decode = json.JSONDecoder().raw_decode
     known: dict[tuple[str, ...], Places] = {}
     first = True
     for number, text in lines:
         try:
-            try:
-                entry, end = decode(text)
-            except json.JSONDecodeError as error:
-                raise RowError(f"is not JSON: {error.msg} at character {error.pos + 1}") from error
-            except (ValueError, RecursionError) as error:
-                raise RowError(f"is not JSON: {str(error)[:60]}") from error
-            if end != len(text):
-                raise RowError(f"is not JSON: Extra data at character {end + 1}")
-            if first:
-                first = False
-                if type(entry) is dict and HEAD in entry:
+            if not _add_split(text, known, columns):
+                entry = _decoded(text)
+                if first and type(entry) is dict and HEAD in entry:
                     _read_head(entry, columns)
-                    continue
-            if type(entry) is dict:
-                _add_entry(entry, known, columns)
-            elif type(entry) is list and entry and all(isinstance(each, (dict, list)) for each in entry):
-                for each in entry:
-                    _add_any(each, known, columns)
-                    if columns.full:
-                        break
-            else:
-                _add_any(entry, known, columns)
+                elif type(entry) is list and entry and all(isinstance(each, (dict, list)) for each in entry):
+                    for each in entry:
+                        _add_any(each, known, columns)
+                        if columns.full:
+                            break
+                else:
+                    _add_any(entry, known, columns)
+            first = False
         except RowError as error:
             columns.bad(number, str(error))
         if columns.full:
             return
+
+
+def _decoded(text: str) -> Any:
+    try:
+        entry, end = _decode(text)
+    except json.JSONDecodeError as error:
+        raise RowError(f"is not JSON: {error.msg} at character {error.pos + 1}") from error
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"is not JSON: {str(error)[:60]}") from error
+    if end != len(text):
+        raise RowError(f"is not JSON: Extra data at character {end + 1}")
+    return entry
+
+
+def _add_split(text: str, known: dict[tuple[str, ...], Places], columns: Columns) -> bool:
+    """Take a row whose only list are its blocks' ids, which are read apart; False for another row.
+
+    Raises:
+        RowError: as :meth:`Columns.add`.
+    """
+    start, end = text.find("["), text.rfind("]")
+    if start < 1 or end < start + 2 or text[0] != "{" or text.find("[", start + 1) > 0 or text.find("]") != end:
+        return False
+    rest = text[: start + 1] + text[end:]
+    try:
+        entry, length = _decode(rest)
+    except (ValueError, RecursionError):
+        return False
+    places = known.get(tuple(entry))
+    if places is None or places.blocks is None or length != len(rest):
+        return False
+    values = list(entry.values())
+    if values[places.blocks] != [] or values[places.prompt] is None or values[places.output or 0] is None:
+        return False
+    values[places.blocks] = text[start + 1 : end].encode()
+    columns.add(values, places)
+    return True
 
 
 def _read_head(entry: dict[str, Any], columns: Columns) -> None:
@@ -122,7 +149,7 @@ def _add_entry(entry: dict[str, Any], known: dict[tuple[str, ...], Places], colu
         if found is not None:
             places = known[names] = found
     values = list(entry.values())
-    if places is None or values[places.prompt] is None or (places.output and values[places.output] is None):
+    if places is None or values[places.prompt] is None or (places.output is not None and values[places.output] is None):
         told = {name: value for name, value in entry.items() if value is not None}
         places = places_of(told, json=True)
         if places is None:
