@@ -2,8 +2,8 @@
 
 Running requests go first, oldest first, so that decodes never wait for prompts; what is left of the token budget goes
 to prompts, cut in chunks. A request is admitted when its whole prompt fits; when memory runs out for one that runs, the
-newest is preempted: its blocks go back (the prefix tree keeps what it can) and it is computed again later. A
-request that could never fit is refused when it arrives.
+newest is preempted: its blocks go back (the prefix tree keeps what it can) and it is computed again later, or they are
+swapped out and it goes on where it was. A request that could never fit is refused when it arrives.
 """
 
 import time
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvist.cache.manager import CacheManager, Reservation, Sequence
 from kvist.cache.prefix import PrefixKey
+from kvist.cache.tiers import NO_TRAFFIC, Traffic
 from kvist.errors import DoesNotFit, InputError
 from kvist.planning.capacity import DEFAULT_CHUNK, allocated_bytes
 from kvist.units import format_size
@@ -84,10 +85,17 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step computes, and which requests had to make room for it."""
+    """What one step computes, and which requests had to make room for it.
+
+    Attributes:
+        chunks: a part for each request that takes part.
+        preempted: requests that had to give their blocks back, or were swapped out.
+        traffic: what moves between the device and its tiers before the step, or has moved since the last one.
+    """
 
     chunks: list[Chunk]
     preempted: list[Request]
+    traffic: Traffic = NO_TRAFFIC
 
     @property
     def tokens(self) -> int:
@@ -108,6 +116,7 @@ class Counters:
     query_tokens: int = 0
     hit_tokens: int = 0
     recomputed_tokens: int = 0
+    swapped: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,14 +142,36 @@ class Limits:
 
 @dataclass(kw_only=True)
 class Scheduler:
-    """Decides step by step; the cache manager decides with it whether memory allows."""
+    """Decides step by step; the cache manager decides with it whether memory allows.
+
+    Attributes:
+        manager: of the cache.
+        limits: how much a step takes on.
+        preempt: whether a request that must make room is computed again, or swapped out to the manager's first tier as
+            far as that has room.
+        waiting: requests in the order of their turn.
+        running: requests, oldest first.
+        counters: totals.
+        tier_hit_tokens: of ``counters.hit_tokens``, by the tier that they were loaded from.
+
+    Raises:
+        InputError: ``preempt`` is neither, or there is no tier to swap to.
+    """
 
     manager: CacheManager
     limits: Limits
+    preempt: Literal["recompute", "swap"] = "recompute"
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
+    tier_hit_tokens: dict[str, int] = field(default_factory=dict)
     _withdrawn: int = 0
+
+    def __post_init__(self) -> None:
+        if self.preempt not in ("recompute", "swap"):
+            raise InputError(f"preempt: {self.preempt!r}; recompute or swap", key="preempt")
+        if self.preempt == "swap" and not self.manager.tiers:
+            raise InputError("preempt: swap needs a tier to swap to; add one, or use recompute", key="preempt")
 
     def longest(self) -> int:
         """Longest sequence that a request may reach: the context, or what the cache holds of one sequence."""
@@ -257,9 +288,10 @@ class Scheduler:
                 break
             self.running.append(self.waiting.popleft())
             request.state = "running"
-            self._count_hit(request, reservation.hit_tokens)
+            self._count_hit(request, reservation)
             budget -= self._schedule(chunks, request, reservation.limit)
-        return Batch(chunks, preempted)
+        tiers = self.manager.tiers
+        return Batch(chunks, preempted, tiers.take_traffic() if tiers else NO_TRAFFIC)
 
     def _isolate(self, request: Request) -> None:
         """A lone request ran out of memory: its blocks lie scattered over slabs that another group needs.
@@ -268,6 +300,7 @@ class Scheduler:
         group takes blocks from as few slabs as they fill: the sum by which it was accepted.
         """
         self.manager.clear()
+        self.manager.forget_swapped(request.sequence)
         request.alone = True
         request.sequence.shared = False
 
@@ -287,8 +320,11 @@ class Scheduler:
         chunks.append(Chunk(request, sequence.length, count, limit == sequence.size))
         return count
 
-    def _count_hit(self, request: Request, hit_tokens: int) -> None:
+    def _count_hit(self, request: Request, reservation: Reservation) -> None:
+        hit_tokens = reservation.hit_tokens
         if request.first_hit_tokens is None:
+            for load in reservation.loads:
+                self.tier_hit_tokens[load.tier] = self.tier_hit_tokens.get(load.tier, 0) + load.tokens
             request.first_hit_tokens = hit_tokens
             self.counters.query_tokens += request.prompt_tokens
             self.counters.hit_tokens += hit_tokens
@@ -298,7 +334,10 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         request.lost_tokens = request.sequence.length
         self.counters.recomputed_tokens += request.lost_tokens
-        self.manager.release(request.sequence)
+        if self.preempt == "swap" and self.manager.swap_out(request.sequence):
+            self.counters.swapped += 1
+        else:
+            self.manager.release(request.sequence)
         request.state = "waiting"
         request.preemptions += 1
         self.counters.preempted += 1

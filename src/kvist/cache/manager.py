@@ -27,6 +27,7 @@ from kvist.cache.layout import ArenaLayout
 from kvist.cache.prefix import Match, PrefixKey, PrefixTree
 from kvist.cache.reclaim import LRU, Node, Order, order_of
 from kvist.cache.snapshot import snapshot
+from kvist.cache.tiers import Moved, Resumption, Swapped, Tier, TierStack
 from kvist.errors import UnsupportedModel
 
 _NO_BLOCKS = np.empty(0, np.int64)
@@ -47,11 +48,13 @@ class Sequence:
         given_back: per group, leading blocks given back.
         hit_tokens: prompt tokens that were found in the tree.
         room: tokens for which it has blocks in every group.
+        digests: names of its leading blocks in the tiers, as far as they were looked for.
+        swapped: what it has in the first tier while it waits to come back.
     """
 
     __slots__ = (
-        "begun", "given_back", "hit_tokens", "in_flight", "key", "length", "node",
-        "prompt_size", "published", "room", "shared", "size", "tables", "tokens",
+        "begun", "digests", "given_back", "hit_tokens", "in_flight", "key", "length", "node",
+        "prompt_size", "published", "room", "shared", "size", "swapped", "tables", "tokens",
     )  # fmt: skip
 
     def __init__(self, tokens: npt.NDArray[np.int32], key: PrefixKey, groups: int) -> None:
@@ -68,6 +71,8 @@ class Sequence:
         self.begun = False
         self.node: Node | None = None
         self.published = 0
+        self.digests = bytearray()
+        self.swapped: Swapped | None = None
 
     def append(self, token: int) -> None:
         """One more token is known; its key and value are not stored yet."""
@@ -94,12 +99,14 @@ class Reservation:
     Attributes:
         granted: False means that nothing has changed.
         limit: tokens that the sequence may store now; 0 where not granted.
-        hit_tokens: of these, tokens found in the prefix tree by this call.
+        hit_tokens: of these, tokens found by this call, in the prefix tree and in the tiers.
+        loads: what must be loaded from tiers before the step.
     """
 
     granted: bool
     limit: int = 0
     hit_tokens: int = 0
+    loads: tuple[Moved, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +134,7 @@ class CacheManager:
         layout: how its memory is cut.
         prefix_cache: whether prompts are looked for in the tree, and stored there.
         reclaim: the order in which idle leaves of the tree go: ``lru``, ``lfu``, ``fifo`` or an :class:`Order`.
+        tiers: where blocks of prefixes, and sequences that are swapped out, lie beside the device; the nearest first.
 
     Raises:
         InputError: there is no order of that name.
@@ -134,7 +142,13 @@ class CacheManager:
     """
 
     def __init__(
-        self, groups: Seq[Group], layout: ArenaLayout, *, prefix_cache: bool = True, reclaim: str | Order = LRU
+        self,
+        groups: Seq[Group],
+        layout: ArenaLayout,
+        *,
+        prefix_cache: bool = True,
+        reclaim: str | Order = LRU,
+        tiers: Seq[Tier] = (),
     ) -> None:
         self.groups = tuple(groups)
         for group in self.groups:
@@ -148,6 +162,8 @@ class CacheManager:
         self.tree = PrefixTree(self.groups, self.arena, order_of(reclaim))
         self.prefix_cache = prefix_cache
         self.block_tokens = self.groups[0].block_tokens
+        self.tiers = TierStack(tiers, self.groups, self.block_tokens) if tiers else None
+        self.tree.tiers = self.tiers
         self._windowed = [index for index, group in enumerate(self.groups) if group.gives_back]
 
     def begin(self, tokens: npt.ArrayLike, key: PrefixKey = PrefixKey()) -> Sequence:  # noqa: B008 (frozen)
@@ -165,41 +181,47 @@ class CacheManager:
         request is admitted.
         Changes nothing where it is not granted.
         """
-        match = None
+        match = behind = None
         stored = sequence.length
         if not sequence.begun:
             match = self._match(sequence)
-            stored = match.tokens
+            behind = self._behind(sequence, match) if self.tiers else None
+            stored = behind.tokens if behind else match.tokens
         limit = min(sequence.size, stored + budget)
-        have = [ids.size for ids in match.blocks] if match else [table.size for table in sequence.tables]
+        found = behind.tables if behind else match.blocks if match else None
+        have = [table.size for table in found or sequence.tables]
         end = -(-limit // self.block_tokens)
         wanted = [end - count for count in have]
-        revived = self._revived(match)
+        revived = self._revived(found)
         if not self._possible(sequence, wanted, revived, admit_chunk):
             return Reservation(False)
 
-        if match:
+        if match and found:
             sequence.node = self.tree.attach(match)
-            sequence.published = sequence.hit_tokens = sequence.length = match.tokens
-            sequence.tables = match.blocks
-            sequence.given_back = [ids.size - live.size for ids, live in zip(match.blocks, revived, strict=True)]
+            sequence.published = match.tokens
+            sequence.hit_tokens = sequence.length = stored
+            sequence.tables = found
+            sequence.given_back = [ids.size - live.size for ids, live in zip(found, revived, strict=True)]
             sequence.begun = True
             for group, ids in enumerate(revived):
                 if ids.size:
                     self.arena.share(group, ids)
+            if self.tiers:
+                # Before the device reclaims anything, which may make the tiers evict what was found.
+                self._load(sequence, behind)
         self._free_up(wanted)
         for group, count in enumerate(wanted):
             if count > 0:
                 new = self.arena.take(group, count)
                 table = sequence.tables[group]
                 sequence.tables[group] = np.concatenate((table, new)) if table.size else new
-            elif match:
+            elif found:
                 # The match's arrays may be views of the tree's.
                 sequence.tables[group] = sequence.tables[group].copy()
         sequence.in_flight = limit - sequence.length
         sequence.room = max(sequence.room, end * self.block_tokens)
         self._publish_new(sequence, limit)
-        return Reservation(True, limit, match.tokens if match else 0)
+        return Reservation(True, limit, stored if match else 0, behind.loads if behind else ())
 
     def extend(self, sequence: Sequence) -> bool:
         """Take in the next token of a sequence that decodes, where its last blocks have room; else change nothing.
@@ -217,11 +239,24 @@ class CacheManager:
             return Match(tokens=0, nodes=[], blocks=[_NO_BLOCKS] * len(self.groups))
         return self.tree.match(sequence.key, sequence.tokens, sequence.size - 1)
 
-    def _revived(self, match: Match | None) -> list[Ids]:
+    def _behind(self, sequence: Sequence, match: Match) -> Resumption | None:
+        """What the tiers have of a sequence beyond a match."""
+        assert self.tiers is not None
+        if sequence.swapped is not None:
+            return self.tiers.find_swapped(sequence.swapped, match)
+        return self.tiers.find(self.tree, sequence, match) if self.prefix_cache and sequence.shared else None
+
+    def _load(self, sequence: Sequence, behind: Resumption | None) -> None:
+        assert self.tiers is not None
+        if behind:
+            self.tiers.load(behind)
+        self.forget_swapped(sequence)
+
+    def _revived(self, found: list[Ids] | None) -> list[Ids]:
         """Blocks of a match that the sequence will refer to, per group."""
-        if match is None:
+        if found is None:
             return [_NO_BLOCKS] * len(self.groups)
-        return [ids[ids >= 0] if group in self._windowed else ids for group, ids in enumerate(match.blocks)]
+        return [ids[ids >= 0] if group in self._windowed else ids for group, ids in enumerate(found)]
 
     def _possible(self, sequence: Sequence, wanted: list[int], revived: list[Ids], admit_chunk: int | None) -> bool:
         if admit_chunk is not None:
@@ -279,6 +314,7 @@ class CacheManager:
 
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Give back everything that a sequence holds; the tree keeps its whole blocks unless ``keep`` is False."""
+        self.forget_swapped(sequence)
         stored = not sequence.in_flight
         if keep and stored:
             self._publish(sequence, sequence.length // self.block_tokens * self.block_tokens)
@@ -299,6 +335,26 @@ class CacheManager:
         sequence.begun = False
         sequence.length = sequence.in_flight = sequence.published = sequence.room = 0
         sequence.prompt_size = sequence.size
+
+    def swap_out(self, sequence: Sequence) -> bool:
+        """Move all that a sequence holds to the first tier, between steps; its next reservation brings it back.
+
+        The tree keeps of it what it had. False means that nothing has changed: there is no tier, or no room in it.
+        """
+        if self.tiers is None or sequence.in_flight or not sequence.length:
+            return False
+        swapped = Swapped(sequence.length, self.held_bytes(sequence))
+        if not self.tiers.swap_out(swapped):
+            return False
+        self.release(sequence, keep=False)
+        sequence.swapped = swapped
+        return True
+
+    def forget_swapped(self, sequence: Sequence) -> None:
+        """Give up what a sequence has in the first tier, if anything: it is computed again."""
+        if sequence.swapped is not None and self.tiers:
+            self.tiers.forget(sequence.swapped)
+            sequence.swapped = None
 
     def abandon(self, sequences: Seq[Sequence]) -> None:
         """Release the sequences of a step that failed, and forget what it was to store."""

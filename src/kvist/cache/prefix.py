@@ -18,8 +18,10 @@ from itertools import count
 import numpy as np
 
 from kvist.cache.arena import Arena, Ids
+from kvist.cache.digests import DIGEST_BYTES
 from kvist.cache.groups import Group
 from kvist.cache.reclaim import LRU, Node, Order, ReclaimQueue, Tokens
+from kvist.cache.tiers import TierStack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,7 @@ class PrefixTree:
         self._clock = 0
         self._order = order
         self._queue = ReclaimQueue(order)
+        self.tiers: TierStack | None = None
         self.tokens = 0
 
     # -- find -----------------------------------------------------------------------------------------------
@@ -248,6 +251,9 @@ class PrefixTree:
         node.parent.children[self._edge(node)] = upper
         node.tokens = node.tokens[tokens:]
         node.blocks = [ids[blocks:] for ids in node.blocks]
+        if node.digests is not None:
+            upper.digests = node.digests[: blocks * DIGEST_BYTES]
+            node.digests = node.digests[blocks * DIGEST_BYTES :]
         node.parent = upper
         upper.children[self._edge(node)] = node
         if node.stale:
@@ -261,6 +267,8 @@ class PrefixTree:
         """The step that computed this node and its unsealed ancestors is done."""
         while node is not None and not node.sealed:
             node.sealed = True
+            if self.tiers is not None:
+                self.tiers.sealed(self, node)
             node = node.parent
 
     def forget_unsealed(self) -> None:
@@ -293,6 +301,8 @@ class PrefixTree:
         # With several groups a whole run goes: slabs come back only when all their blocks are free.
         most = 1 if self._order.by_block else wanted
         keep = 0 if len(self._groups) > 1 else max(0, leaf.blocks[0].size - most)
+        if self.tiers is not None:
+            self.tiers.reclaimed(self, leaf, keep)
         self._cut(leaf, keep)
         if not keep:
             self._remove(leaf)
@@ -334,6 +344,8 @@ class PrefixTree:
         if keep:
             node.tokens = node.tokens[:-surplus]
             node.blocks = [ids[:keep] for ids in node.blocks]
+            if node.digests is not None:
+                node.digests = node.digests[: keep * DIGEST_BYTES]
             node.end -= surplus
 
     def _remove(self, node: Node) -> None:

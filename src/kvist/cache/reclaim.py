@@ -40,6 +40,7 @@ class Node:
         tokens: int32 ``[blocks x block_tokens]``.
         blocks: per group, int64 ``[blocks]``; -1 where a window group's block was reclaimed.
         end: tokens from the root to the end of this run.
+        digests: names of its blocks in the tiers, as :class:`kvist.cache.tiers.TierStack` makes them; None before.
         users: sequences whose prefix ends in this node or below it.
         last_used: the tree's clock when a sequence last let go of it.
         uses: times that a sequence let go of it.
@@ -52,6 +53,7 @@ class Node:
     __slots__ = (
         "blocks",
         "children",
+        "digests",
         "end",
         "id",
         "last_used",
@@ -72,6 +74,7 @@ class Node:
         self.blocks = blocks
         self.end = end
         self.children: dict[bytes, Node] = {}
+        self.digests: bytes | None = None
         self.users = 0
         self.last_used = 0
         self.uses = 0

@@ -1,0 +1,71 @@
+"""Names of blocks of a prefix that hold wherever it is stored: digests of their tokens and of all before them.
+
+A chain: the name of a block is the digest of the name before it and its own tokens; before the first block stands the
+name of the :class:`~kvist.cache.prefix.PrefixKey`. Whoever computes the same prefix under the same key, on whatever
+replica, finds the same names.
+"""
+
+from dataclasses import astuple
+from hashlib import blake2b
+from json import dumps
+from typing import TYPE_CHECKING
+
+from kvist.cache.reclaim import Node, Tokens
+
+if TYPE_CHECKING:
+    from kvist.cache.manager import Sequence
+    from kvist.cache.prefix import Match, PrefixKey, PrefixTree
+
+DIGEST_BYTES = 16
+
+
+class Digests:
+    """Makes the names, and leaves them with nodes and sequences, so that each block is read once."""
+
+    def __init__(self, unit_tokens: int) -> None:
+        self.unit_tokens = unit_tokens
+        self._roots: dict[PrefixKey, bytes] = {}
+
+    def root(self, key: "PrefixKey") -> bytes:
+        """What stands before the first block."""
+        digest = self._roots.get(key)
+        if digest is None:
+            text = dumps([*astuple(key), self.unit_tokens])
+            digest = self._roots[key] = blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
+        return digest
+
+    def chain(self, previous: bytes, tokens: Tokens) -> bytes:
+        """Names of successive whole blocks, ``DIGEST_BYTES`` each, behind the block called ``previous``."""
+        step = self.unit_tokens * tokens.itemsize
+        content = tokens.tobytes()
+        digests = []
+        for start in range(0, len(content) - step + 1, step):
+            previous = blake2b(previous + content[start : start + step], digest_size=DIGEST_BYTES).digest()
+            digests.append(previous)
+        return b"".join(digests)
+
+    def of_node(self, tree: "PrefixTree", node: Node) -> bytes:
+        """Names of the blocks of a node's run."""
+        path = []
+        top = node
+        while top.parent is not None and top.digests is None:
+            path.append(top)
+            top = top.parent
+        previous = self.root(tree.key_of(top)) if top.parent is None else (top.digests or b"")[-DIGEST_BYTES:]
+        for below in reversed(path):
+            below.digests = self.chain(previous, below.tokens)
+            previous = below.digests[-DIGEST_BYTES:]
+        return node.digests or b""
+
+    def of_sequence(self, tree: "PrefixTree", sequence: "Sequence", match: "Match", place: int) -> bytes:
+        """Name of one block of a sequence, the first behind a match or the next after one that was asked for."""
+        names = sequence.digests
+        matched = match.tokens // self.unit_tokens * DIGEST_BYTES
+        if len(names) < matched:
+            names[:] = b"".join(self.of_node(tree, node) for node in match.nodes)
+            del names[matched:]
+        end = (place + 1) * DIGEST_BYTES
+        if len(names) < end:
+            previous = bytes(names[-DIGEST_BYTES:]) if names else self.root(sequence.key)
+            names += self.chain(previous, sequence.tokens[place * self.unit_tokens : (place + 1) * self.unit_tokens])
+        return bytes(names[end - DIGEST_BYTES : end])

@@ -1,0 +1,372 @@
+"""The same blocks further away: on the host, a disk or another machine.
+
+::
+
+    device ──reclaimed──▶ host ──evicted──▶ disk ──evicted──▶ remote ──evicted──▶ gone
+       ◀──────────────── loaded, from the nearest that has it ─────────────────
+
+What is kept is a *block of the prefix*: what all groups store of ``unit_tokens`` tokens, found by a digest of these
+tokens, of all before them and of the prefix's key, whoever computed it. A block that is loaded stays where it was
+too. Beside these a tier holds what swapped-out sequences own, which nothing evicts.
+
+This is bookkeeping: which block is where, and the bytes that move. Whoever has a clock charges for them.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvist.cache.arena import Ids
+from kvist.cache.digests import DIGEST_BYTES, Digests
+from kvist.cache.groups import Group
+from kvist.cache.reclaim import Node
+from kvist.errors import InputError
+
+if TYPE_CHECKING:
+    from kvist.cache.manager import Sequence
+    from kvist.cache.prefix import Match, PrefixTree
+
+Write = Literal["write-back", "write-through"]
+_WRITES: tuple[Write, ...] = ("write-back", "write-through")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """A place for blocks beyond the device.
+
+    Attributes:
+        name: ``host``, ``disk``, ``remote`` …
+        capacity_bytes: that it holds.
+        bandwidth: bytes per second between it and the device, each way.
+        write: ``write-back``: it is given what is evicted before it; ``write-through``: it is given every block of a
+            prefix as soon as the device has computed it.
+
+    Raises:
+        InputError: a size or rate is not positive, or ``write`` is neither.
+    """
+
+    name: str
+    capacity_bytes: int
+    bandwidth: float
+    write: Write = "write-back"
+
+    def __post_init__(self) -> None:
+        for key in ("capacity_bytes", "bandwidth"):
+            if not getattr(self, key) > 0:
+                raise InputError(f"tier {self.name}: {key} is {getattr(self, key)}; above 0", key="tier")
+        if self.write not in _WRITES:
+            raise InputError(f"tier {self.name}: write is {self.write!r}; {' or '.join(_WRITES)}", key="tier")
+
+    def seconds(self, size: int) -> float:
+        """How long ``size`` bytes take, one way."""
+        return size / self.bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What moved between the device and a tier.
+
+    Attributes:
+        tier: its name.
+        tokens: whose keys and values it was.
+        bytes: of all groups.
+    """
+
+    tier: str
+    tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What moved in some time, by tier; those without any are left out.
+
+    Attributes:
+        read: to the device.
+        written: to the tier, from the device or the tier before it.
+    """
+
+    read: tuple[Moved, ...] = ()
+    written: tuple[Moved, ...] = ()
+
+
+NO_TRAFFIC = Traffic()
+
+
+@dataclass(frozen=True, slots=True)
+class Occupied:
+    """What a tier holds.
+
+    Attributes:
+        tier: its name.
+        cached_bytes: blocks of prefixes.
+        swapped_bytes: what sequences own that were swapped out.
+    """
+
+    tier: str
+    cached_bytes: int
+    swapped_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """What a sequence that was swapped out has in the first tier.
+
+    Attributes:
+        tokens: that are stored.
+        bytes: of its blocks, those that it shared included.
+    """
+
+    tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """Where a sequence goes on once more has been loaded than the device has.
+
+    Attributes:
+        tokens: length of what it has then.
+        tables: per group, int64 ``[blocks]``: of those of the match the ones that it still needs, and -1 for those
+            that no window sees, behind the match too. What follows up to ``tokens`` is to be loaded.
+        loads: what that moves.
+        digests: of the blocks of the prefix that are loaded; none where a sequence is swapped in.
+        levels: the tier of each.
+    """
+
+    tokens: int
+    tables: list[Ids]
+    loads: tuple[Moved, ...]
+    digests: list[bytes]
+    levels: list[int]
+
+
+class _Shelf:
+    """What one tier holds."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        # By digest the bits of the groups that are there; least recently used first.
+        self.blocks: OrderedDict[bytes, int] = OrderedDict()
+        self.cached_bytes = 0
+        self.swapped_bytes = 0
+        self.read = [0, 0]
+        self.written = [0, 0]
+
+    @property
+    def surplus(self) -> int:
+        return self.cached_bytes + self.swapped_bytes - self.tier.capacity_bytes
+
+
+class TierStack:
+    """The tiers behind one device, the nearest first.
+
+    Raises:
+        InputError: there is none, or two have one name.
+    """
+
+    def __init__(self, tiers: Seq[Tier], groups: Seq[Group], unit_tokens: int) -> None:
+        names = [tier.name for tier in tiers]
+        if not names or len(set(names)) < len(names):
+            raise InputError(f"tier: {', '.join(names) or 'none'}; at least one, and each name once", key="tier")
+        self.tiers = tuple(tiers)
+        self._groups = tuple(groups)
+        self.unit_tokens = unit_tokens
+        self._shelves = [_Shelf(tier) for tier in tiers]
+        self._through = [level for level, tier in enumerate(tiers) if tier.write == "write-through"]
+        self._digests = Digests(unit_tokens)
+        self._unit_blocks = [max(1, unit_tokens // group.block_tokens) for group in groups]
+        self._unit_bytes = [count * group.block_bytes for count, group in zip(self._unit_blocks, groups, strict=True)]
+        self._sizes: dict[int, int] = {}
+
+    # -- write ----------------------------------------------------------------------------------------------
+
+    def reclaimed(self, tree: "PrefixTree", node: Node, keep: int) -> None:
+        """The device is about to let a node's blocks go, all but the first ``keep``."""
+        if node.sealed and self.tiers[0].write == "write-back":
+            self._put_run(tree, node, keep, (0,))
+
+    def sealed(self, tree: "PrefixTree", node: Node) -> None:
+        """The device has computed a node's blocks."""
+        if self._through:
+            self._put_run(tree, node, 0, self._through)
+
+    def _put_run(self, tree: "PrefixTree", node: Node, keep: int, levels: Seq[int]) -> None:
+        digests = self._digests.of_node(tree, node)
+        present = self._present(node)
+        # The deepest first, as it is to be evicted first.
+        for place in range(len(present) - 1, keep - 1, -1):
+            digest = digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
+            for level in levels:
+                self._put(level, digest, present[place])
+
+    def _present(self, node: Node) -> list[int]:
+        """Bits of the groups of which each block of a node is there."""
+        count = node.tokens.size // self.unit_tokens
+        bits = np.zeros(count, np.int64)
+        for group, ids in enumerate(node.blocks):
+            bits |= (ids.reshape(count, -1) >= 0).all(axis=1).astype(np.int64) << group
+        found: list[int] = bits.tolist()
+        return found
+
+    def _put(self, level: int, digest: bytes, groups: int) -> None:
+        shelf = self._shelves[level]
+        before = shelf.blocks.get(digest)
+        if before is not None:
+            shelf.blocks.move_to_end(digest)
+            if before | groups == before:
+                return
+        shelf.blocks[digest] = together = groups | (before or 0)
+        more = self._size(together) - self._size(before or 0)
+        shelf.cached_bytes += more
+        if more:
+            _count(shelf.written, self.unit_tokens if before is None else 0, more)
+        self._evict(level)
+
+    def _evict(self, level: int) -> None:
+        """Evict what a tier has too much of, to the next where that one is written back to."""
+        shelf = self._shelves[level]
+        following = level + 1
+        passes_on = following < len(self.tiers) and self.tiers[following].write == "write-back"
+        while shelf.surplus > 0 and shelf.blocks:
+            digest, groups = shelf.blocks.popitem(last=False)
+            shelf.cached_bytes -= self._size(groups)
+            if passes_on:
+                self._put(following, digest, groups)
+
+    def _size(self, groups: int) -> int:
+        size = self._sizes.get(groups)
+        if size is None:
+            size = sum(each for group, each in enumerate(self._unit_bytes) if groups >> group & 1)
+            self._sizes[groups] = size
+        return size
+
+    # -- read -----------------------------------------------------------------------------------------------
+
+    def find(self, tree: "PrefixTree", sequence: "Sequence", match: "Match") -> Resumption | None:
+        """How much further than a match a sequence could go on with what the tiers hold. Changes nothing but names.
+
+        None where that is no further, as every group must find what it needs.
+        """
+        unit = self.unit_tokens
+        start = match.tokens // unit
+        digests: list[bytes] = []
+        levels: list[int] = []
+        there: list[int] = []
+        for place in range(start, (sequence.size - 1) // unit):
+            digest = self._digests.of_sequence(tree, sequence, match, place)
+            for level, shelf in enumerate(self._shelves):
+                if (groups := shelf.blocks.get(digest)) is not None:
+                    digests.append(digest)
+                    levels.append(level)
+                    there.append(groups)
+                    break
+            else:
+                break
+        tokens = self._agree(match, np.array(there, np.int64)) if there else 0
+        if tokens <= match.tokens:
+            return None
+        tables = self._tables(match, tokens)
+        count = tokens // unit - start
+        moved: dict[int, Moved] = {}
+        for place, level in enumerate(levels[:count], start):
+            before = moved.get(level, Moved(self.tiers[level].name, 0, 0))
+            size = self._missing_bytes(tables, tokens, place, place + 1)
+            moved[level] = Moved(before.tier, before.tokens + unit, before.bytes + size)
+        return Resumption(tokens, tables, tuple(moved.values()), digests[:count], levels[:count])
+
+    def find_swapped(self, swapped: Swapped, match: "Match") -> Resumption | None:
+        """The same of what a sequence had when it was swapped out; None where the match has as much."""
+        if swapped.tokens <= match.tokens:
+            return None
+        tables = self._tables(match, swapped.tokens)
+        size = self._missing_bytes(tables, swapped.tokens, 0, -(-swapped.tokens // self.unit_tokens))
+        loads = (Moved(self.tiers[0].name, swapped.tokens - match.tokens, size),)
+        return Resumption(swapped.tokens, tables, loads, [], [])
+
+    def load(self, resumption: Resumption) -> None:
+        """It is loaded; the tiers keep it, as most recently used."""
+        for load in resumption.loads:
+            _count(next(shelf for shelf in self._shelves if shelf.tier.name == load.tier).read, load.tokens, load.bytes)
+        for digest, level in zip(reversed(resumption.digests), reversed(resumption.levels), strict=True):
+            self._shelves[level].blocks.move_to_end(digest)
+
+    def _agree(self, match: "Match", there: npt.NDArray[np.int64]) -> int:
+        """Longest prefix of a match and the blocks found behind it that every group can go on from."""
+        unit = self.unit_tokens
+        tokens = match.tokens + there.size * unit
+        presence = []
+        for index, (ids, count) in enumerate(zip(match.blocks, self._unit_blocks, strict=True)):
+            # Nothing of a state is among a match's blocks.
+            before = ids >= 0 if ids.size else np.zeros(match.tokens // unit * count, np.bool_)
+            presence.append(np.concatenate((before, np.repeat(there >> index & 1, count).astype(np.bool_))))
+        previous = -1
+        while previous != tokens:
+            previous = tokens
+            for group, present, count in zip(self._groups, presence, self._unit_blocks, strict=True):
+                reusable = group.reusable_blocks(present[: tokens // unit * count])
+                tokens = min(tokens, reusable // count * unit)
+        return tokens
+
+    def _tables(self, match: "Match", tokens: int) -> list[Ids]:
+        tables = []
+        for group, ids in zip(self._groups, match.blocks, strict=True):
+            if first := group.first_live_block(tokens):
+                kept = np.full(max(first, ids.size), -1, np.int64)
+                kept[first : ids.size] = ids[first:]
+                tables.append(kept)
+            else:
+                tables.append(ids)
+        return tables
+
+    def _missing_bytes(self, tables: list[Ids], tokens: int, start: int, stop: int) -> int:
+        """Of the blocks ``start … stop - 1`` of a prefix of ``tokens``, what the tables lack."""
+        size = 0
+        for group, table, count in zip(self._groups, tables, self._unit_blocks, strict=True):
+            end = group.first_live_block(tokens) + group.live_blocks(tokens)
+            size += max(0, min(end, stop * count) - max(table.size, start * count)) * group.block_bytes
+        return size
+
+    # -- swap -----------------------------------------------------------------------------------------------
+
+    def swap_out(self, swapped: Swapped) -> bool:
+        """Take what a sequence owns into the first tier, for as long as it waits; False where there is no room."""
+        shelf = self._shelves[0]
+        if shelf.swapped_bytes + swapped.bytes > shelf.tier.capacity_bytes:
+            return False
+        shelf.swapped_bytes += swapped.bytes
+        _count(shelf.written, swapped.tokens, swapped.bytes)
+        self._evict(0)
+        return True
+
+    def forget(self, swapped: Swapped) -> None:
+        """A sequence has come back, or will not."""
+        self._shelves[0].swapped_bytes -= swapped.bytes
+
+    # -- look -----------------------------------------------------------------------------------------------
+
+    def take_traffic(self) -> Traffic:
+        """What has moved since the last call."""
+        traffic = Traffic(
+            read=tuple(Moved(shelf.tier.name, *shelf.read) for shelf in self._shelves if shelf.read[1]),
+            written=tuple(Moved(shelf.tier.name, *shelf.written) for shelf in self._shelves if shelf.written[1]),
+        )
+        for shelf in self._shelves:
+            shelf.read, shelf.written = [0, 0], [0, 0]
+        return traffic
+
+    def occupied(self) -> list[Occupied]:
+        """What each tier holds, the nearest first."""
+        return [
+            Occupied(tier=shelf.tier.name, cached_bytes=shelf.cached_bytes, swapped_bytes=shelf.swapped_bytes)
+            for shelf in self._shelves
+        ]
+
+
+def _count(moved: list[int], tokens: int, size: int) -> None:
+    moved[0] += tokens
+    moved[1] += size
