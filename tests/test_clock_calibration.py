@@ -17,15 +17,14 @@ from kvist.planning.weights import Reading
 from kvist.simulation.calibration import Point, calibrate, fit, read_points
 from kvist.simulation.clock import Clock, Factors
 
+LINE = Line(until=None, operations=5e5, bytes=131072.0, chunk_bytes=131072.0)
 # Of the size of Llama-3-8B in bf16 on an H100.
 CLOCK = Clock(
     [
         StageCosts(
             multiplied=1.4e10,
             head=1e9,
-            attending=Attending(
-                lines=(Line(until=None, operations=5e5, bytes=131072.0),), operations=0.0, bytes=0.0, appended=131072.0
-            ),
+            attending=Attending(lines=(LINE,), operations=0.0, bytes=0.0, appended=131072.0),
             reading=Reading(always=1.5e10, experts={}),
             sent=0.0,
             rate=989e12,

@@ -33,12 +33,14 @@ class Line:
     Attributes:
         until: tokens that are seen at most; None for all.
         operations: for each token that is seen.
-        bytes: read for each token that is seen.
+        bytes: that a decode reads for each token that is seen.
+        chunk_bytes: the same of a chunk of a prompt, once for all its tokens.
     """
 
     until: int | None
     operations: float
     bytes: float
+    chunk_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +70,12 @@ class Attending:
         )
 
     def held(self, length: int) -> float:
-        """Bytes of the tokens that a layer's next token sees, of a sequence of ``length``."""
+        """Bytes that a decode reads of a sequence of ``length``."""
         return sum(line.bytes * _clip(length, line.until) for line in self.lines)
+
+    def chunk_held(self, length: int) -> float:
+        """Bytes that a chunk reads of a sequence of ``length``: of sparse attention all, each token picking its own."""
+        return sum(line.chunk_bytes * _clip(length, line.until) for line in self.lines)
 
 
 def seen_by_chunk(start: int, count: int, until: int | None) -> int:
@@ -104,7 +110,7 @@ def attending_of(spec: ModelSpec, fmt: CacheFormat, layers: Iterable[Layer], *, 
     lines = counted.lines
     return Attending(
         lines=tuple(
-            Line(until=until, operations=lines[until][0], bytes=lines[until][1])
+            Line(until=until, operations=lines[until][0], bytes=lines[until][1], chunk_bytes=lines[until][2])
             for until in sorted(lines, key=lambda until: (until is not None, until or 0))
         ),
         operations=counted.operations,
@@ -115,7 +121,7 @@ def attending_of(spec: ModelSpec, fmt: CacheFormat, layers: Iterable[Layer], *, 
 
 @dataclass(kw_only=True)
 class _Counted:
-    """The sums so far; ``lines`` are operations and bytes by ``until``."""
+    """The sums so far; ``lines`` are operations, bytes of a decode and bytes of a chunk by ``until``."""
 
     fmt: CacheFormat
     config: Mapping[str, Any]
@@ -144,7 +150,8 @@ class _Counted:
                     indexers = _number(self.config, "index_n_heads", 1) or 1
                     dim = _number(self.config, "index_head_dim", 128) or 128
                     self._line(None, 2.0 * indexers * dim, layer.indexer_bytes(fmt))
-                self._line(until, per_token, layer.token_bytes(fmt))
+                self._line(until, per_token, layer.token_bytes(fmt), chunk=0)
+                self._line(layer.window, 0.0, 0, chunk=layer.token_bytes(fmt))
             case Compressed():
                 per_token = 2.0 * heads * (2 * layer.rank + layer.rope_dim)
                 self._line(None, per_token / layer.ratio, layer.retained_bytes(fmt))
@@ -166,10 +173,11 @@ class _Counted:
         if stores:
             self.appended += float(layer.append_bytes(fmt))
 
-    def _line(self, until: int | None, operations: float, size: Rate) -> None:
-        line = self.lines.setdefault(until, [0.0, 0.0])
+    def _line(self, until: int | None, operations: float, size: Rate, chunk: "Rate | None" = None) -> None:
+        line = self.lines.setdefault(until, [0.0, 0.0, 0.0])
         line[0] += operations
         line[1] += float(size)
+        line[2] += float(size if chunk is None else chunk)
 
 
 def _clip(tokens: int, until: int | None) -> int:

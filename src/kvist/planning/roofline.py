@@ -245,7 +245,9 @@ class StageCosts:
         """A prompt, of which each token attends to those before it, in one pass over the weights."""
         attending = self.attending
         operations = prompt * self.multiplied + self.head + attending.operations_of(0, prompt)
-        return self._step(tokens=prompt, operations=operations, cache=attending.bytes + 2 * attending.held(prompt))
+        return self._step(
+            tokens=prompt, operations=operations, cache=attending.bytes + 2 * attending.chunk_held(prompt)
+        )
 
     def _step(self, *, tokens: int, operations: float, cache: float) -> Step:
         read = self.reading.bytes(tokens)

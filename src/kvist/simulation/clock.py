@@ -51,7 +51,7 @@ class Piece:
 
 
 class Chunk(Protocol):
-    """What a clock must know of a part of a prompt; :class:`Piece` and the scheduler's chunks both are one."""
+    """What a clock must know of a part of a prompt: a :class:`Piece`, or a chunk of the scheduler's."""
 
     @property
     def start(self) -> int:
@@ -121,7 +121,7 @@ class Ceilings(NamedTuple):
 class _Rates(NamedTuple):
     """Seconds of a stage, times the number of stages, for each of what a step is made of.
 
-    ``reached_*`` belong to :attr:`Clock.reaches`; ``experts`` are seconds by the chance not to be chosen.
+    ``reached_*`` and ``near_*`` belong to `Clock.reaches`; ``experts`` are seconds by the chance not to be chosen.
     """
 
     token_compute: float
@@ -133,6 +133,8 @@ class _Rates(NamedTuple):
     append_bandwidth: float
     held_bandwidth: float
     reached_bandwidth: tuple[float, ...]
+    chunk_bandwidth: float
+    near_bandwidth: tuple[float, ...]
     experts: tuple[tuple[float, float], ...]
     token_link: float
 
@@ -154,6 +156,7 @@ class Clock:
         limits = {line.until for stage in costs for line in stage.attending.lines}
         self.reaches = tuple(sorted(until for until in limits if until is not None))
         self._costs = tuple(costs)
+        self._nothing = (0,) * len(self.reaches)
         self._constant = self.factors.seconds
         self._stages = costs[0].stages
         # Stages of equal layers take equally long.
@@ -190,26 +193,19 @@ class Clock:
                 "clock (`--cache-only`)",
                 key="gpu",
             )
-        if weights is None:
+        if weights is None or weights.inventory is None:
+            why = "none are planned for" if weights is None else weights.reason
             raise InputError(
-                "weights: a clock reads them in each step, and none are planned for; give the memory of the device "
-                "instead of the cache's, or simulate without a clock (`--cache-only`)",
-                key="weights",
-            )
-        if weights.inventory is None:
-            raise InputError(
-                f"weights: {weights.reason}, and a clock needs their shapes; simulate without a clock (`--cache-only`)",
-                key="weights",
+                f"weights: {why}, and a clock needs their shapes; simulate without one (`--cache-only`)", key="weights"
             )
         if accelerator.bandwidth is None:
             raise _unknown(accelerator, "memory bandwidth")
         costs = costs_of(spec, fmt, deployment, weights)
         if costs[0].rate is None:
             raise _unknown(accelerator, "bf16 rate")
-        notes: tuple[str, ...] = ()
-        if machine.tp > 1 and accelerator.link is None:
-            notes = (f"the link of {accelerator.name} is not known: what ranks send each other takes no time",)
-        return cls(costs, factors=factors, notes=notes)
+        silent = machine.tp > 1 and accelerator.link is None
+        notes = (f"the link of {accelerator.name} is not known: what ranks send each other takes no time",)
+        return cls(costs, factors=factors, notes=notes if silent else ())
 
     def with_factors(self, factors: Factors) -> "Clock":
         """The same deployment, as far from its peaks as ``factors`` say."""
@@ -240,10 +236,7 @@ class Clock:
         decode_tokens: int,
         reached: Sequence[int] | None,
     ) -> tuple[float, float, float]:
-        """While one stage works on some sequences, the others work on other ones: as many parts as there are stages.
-
-        All parts are taken to be alike, and none to be shorter than the largest chunk, which stays in one.
-        """
+        """As many parts as stages, all alike; none is shorter than the largest chunk, which stays in one."""
         parts = max(1, min(self._stages, decodes + len(prefills)))
         found = self._slowest(stages, prefills, decodes, decode_tokens, reached, parts)
         if parts == 1 or not prefills:
@@ -266,33 +259,37 @@ class Clock:
         sampled: float = decodes
         sequences: float = decodes
         alone: float = decodes
-        # Tokens that the step's queries see, and tokens whose keys and values it reads or writes.
+        # Tokens that the step's queries see, that its decodes read, and that its chunks read and write.
         seen: float = decode_tokens
         held: float = decode_tokens
+        chunked: float = 0
         near_seen: Sequence[float] = ()
         near_held: Sequence[float] = ()
+        near_chunked: Sequence[float] = self._nothing
         if self.reaches:
             if reached is None:
                 reached = [min(decode_tokens, decodes * reach) for reach in self.reaches]
             near_seen = near_held = reached
             if prefills:
-                near_seen, near_held = _near(prefills, self.reaches, reached)
+                near_seen, near_chunked = _near(prefills, self.reaches, reached)
         for piece in prefills:
             start, count = piece.start, piece.count
             tokens += count
             seen += count * start + count * (count + 1) // 2
-            held += start + 2 * count
+            chunked += start + 2 * count
             sampled += piece.samples
             sequences += 1
         if parts > 1:
             tokens, sampled, sequences, alone = tokens / parts, sampled / parts, sequences / parts, alone / parts
-            seen, held = seen / parts, held / parts
-            near_seen, near_held = [each / parts for each in near_seen], [each / parts for each in near_held]
+            seen, held, chunked = seen / parts, held / parts, chunked / parts
+            near_seen, near_held, near_chunked = (
+                [each / parts for each in near] for near in (near_seen, near_held, near_chunked)
+            )
         slowest, longest = (0.0, 0.0, 0.0), -1.0
         for (
             token_compute, head_compute, seen_compute, reached_compute,
             step_bandwidth, sequence_bandwidth, append_bandwidth, held_bandwidth, reached_bandwidth,
-            experts, token_link,
+            chunk_bandwidth, near_bandwidth, experts, token_link,
         ) in stages:  # fmt: skip
             compute = tokens * token_compute + sampled * head_compute + seen * seen_compute
             bandwidth = (
@@ -300,15 +297,16 @@ class Clock:
                 + sequences * sequence_bandwidth
                 + alone * append_bandwidth
                 + held * held_bandwidth
+                + chunked * chunk_bandwidth
             )  # fmt: skip
             for left, seconds in experts:
                 bandwidth += seconds * (1 - left**tokens)
             if near_seen:
-                for its_seen, its_held, each_seen, each_held in zip(
-                    near_seen, near_held, reached_compute, reached_bandwidth, strict=True
+                for sees, reads, writes, seconds, read_seconds, write_seconds in zip(
+                    near_seen, near_held, near_chunked, reached_compute, reached_bandwidth, near_bandwidth, strict=True
                 ):
-                    compute += its_seen * each_seen
-                    bandwidth += its_held * each_held
+                    compute += sees * seconds
+                    bandwidth += reads * read_seconds + writes * write_seconds
             link = tokens * token_link
             seconds = (compute if compute >= bandwidth else bandwidth) + link
             if seconds > longest:
@@ -355,18 +353,18 @@ class FixedClock:
 
 
 def _near(prefills: Sequence[Chunk], reaches: tuple[int, ...], reached: Sequence[int]) -> tuple[list[int], list[int]]:
-    """What windows see and hold: of decodes as given, and of each chunk."""
-    seen, held = list(reached), list(reached)
+    """What is seen in windows, by decodes as given and by each chunk, and what chunks read and write in them."""
+    seen, chunked = list(reached), [0] * len(reaches)
     for index, reach in enumerate(reaches):
         for piece in prefills:
             start, count = piece.start, piece.count
             if start >= reach:
                 seen[index] += count * reach
-                held[index] += reach + 2 * (count if count < reach else reach)
+                chunked[index] += reach + 2 * (count if count < reach else reach)
             else:
                 seen[index] += seen_by_chunk(start, count, reach)
-                held[index] += start + 2 * (count if count < reach else reach)
-    return seen, held
+                chunked[index] += start + 2 * (count if count < reach else reach)
+    return seen, chunked
 
 
 def _rates(stage: StageCosts, reaches: tuple[int, ...], factors: Factors) -> _Rates:
@@ -387,6 +385,8 @@ def _rates(stage: StageCosts, reaches: tuple[int, ...], factors: Factors) -> _Ra
         append_bandwidth=attending.appended / bandwidth,
         held_bandwidth=0.0 if everything is None else everything.bytes / bandwidth,
         reached_bandwidth=tuple(0.0 if line is None else line.bytes / bandwidth for line in near),
+        chunk_bandwidth=0.0 if everything is None else everything.chunk_bytes / bandwidth,
+        near_bandwidth=tuple(0.0 if line is None else line.chunk_bytes / bandwidth for line in near),
         experts=tuple((left, size / bandwidth) for left, size in stage.reading.experts.items()),
         token_link=stage.stages * stage.sent / stage.link if stage.link else 0.0,
     )
