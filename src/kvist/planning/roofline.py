@@ -10,7 +10,8 @@ ranks send each other. Counted are
 This is a bound, not a forecast: it knows no launch, no scheduling and no loss of clock, and takes transfers and
 computation inside a step to overlap perfectly; experts are taken to be chosen evenly. Decoding has been measured at
 33 % of it (Mistral-7B, one sequence, A100, vLLM of 2023: ggml-org/llama.cpp#3479) to 66 % (a 27B model on RTX 3090:
-ashalliants/ninfer-3090#36). Small models on fast devices, whose steps are a few launches long, reach less.
+ashalliants/ninfer-3090#36); docs/clock.md has more. Small models on fast devices, whose steps are a few launches long,
+reach less.
 """
 
 from dataclasses import dataclass
