@@ -10,8 +10,8 @@ from kvist.planning.kinds import KINDS, kind_of
 from kvist.spec.formats import CacheFormat
 from kvist.spec.gallery import GalleryModel, every_model, gallery_model
 from kvist.spec.known import KNOWN, KnownModel, find_known
-from kvist.spec.layers import rate_in_json
 from kvist.spec.model import ModelSpec
+from kvist.spec.rates import rate_in_json
 from kvist.spec.read import read_gallery, read_model
 
 # Lengths at which models are compared.

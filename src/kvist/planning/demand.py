@@ -13,7 +13,7 @@ from kvist.planning.capacity import Capacity, capacity_of, most_that_fit
 from kvist.planning.deployment import Cutting, Stage
 
 if TYPE_CHECKING:
-    from kvist.planning.workload import Mix
+    from kvist.planning.mix import Mix
 
 # Where a stage remembers nothing, others decide.
 NO_LIMIT = 10**9

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from kvist.spec.layers import Rate, rate_in_json
+from kvist.spec.rates import Rate, rate_in_json
 
 
 @dataclass(frozen=True, kw_only=True)

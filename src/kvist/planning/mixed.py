@@ -6,7 +6,8 @@ from kvist.cache.layout import ArenaLayout
 from kvist.errors import DoesNotFit
 from kvist.planning.demand import NO_LIMIT, UNLIMITED, StageUsers, capacity_at, logical_bytes
 from kvist.planning.deployment import Cutting, Stage
-from kvist.planning.workload import Mix, mix_holds, mix_least, mix_users
+from kvist.planning.mix import Mix
+from kvist.planning.workload import mix_holds, mix_least, mix_users
 
 
 @dataclass(frozen=True, kw_only=True)

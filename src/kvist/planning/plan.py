@@ -6,16 +6,17 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from kvist.spec.formats import CacheFormat
-from kvist.spec.layers import Compressed, Indexer, Latent, Layer, Parallel, Rate, State, rate_in_json
+from kvist.spec.layers import Compressed, Indexer, Latent, Layer, Parallel, State
 from kvist.spec.model import ModelSpec
+from kvist.spec.rates import Rate, rate_in_json
 
 if TYPE_CHECKING:
     from kvist.planning.deployment import Deployment
     from kvist.planning.engines.account import EngineAccount
     from kvist.planning.fleet import GpuSet
+    from kvist.planning.mix import Mix
     from kvist.planning.roofline import Speed
     from kvist.planning.weights import Weights
-    from kvist.planning.workload import Mix
 
 # Left out of a row where a layer has none of it.
 _OPTIONAL = ("chunk", "indexer")

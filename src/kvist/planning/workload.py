@@ -1,10 +1,7 @@
 """How many sequences of many lengths a cache holds at once: the mean, and a number that is safe 99 % of the time.
 
-**A sequence at a random moment.** Sequences that run at once are not at their ends: one with a prompt of p tokens and
-an answer of o holds p + 1 … p + o of them, one more each step. A look at a random moment finds a request in proportion
-to the steps that it stays, o, and at each of its lengths equally likely. Where a file tells only whole lengths, a
-sequence counts as held in full. Each length is priced with the blocks that the engine would hold
-(:meth:`Group.peak_blocks`, one token in flight).
+**A price.** A sequence is priced at the length that it has at a random moment (:mod:`kvist.planning.mix`), with the
+blocks that the engine would hold (:meth:`Group.peak_blocks`, one token in flight).
 
 **Mean.** The cache divided by the mean of that price.
 
@@ -14,159 +11,23 @@ repeated squaring, so that rare long sequences count as what they are; a normal 
 few dozen sequences with heavy tails that a GPU holds. Prices are dealt out to the two nearest points of the grid,
 which keeps their mean.
 
-**Shared prefixes.** Tokens that every prompt begins with are stored once. In a trace that names its blocks, the n
-requests that run at once are taken as n consecutive ones, and what they have in common is stored once: the mean takes
-the saving of the average window of n, the 99 % the saving that 99 % of the windows reach. Only layers that keep every
-token share: windows, chunks and states are a sequence's own.
+**Shared prefixes.** What prompts have in common is stored once, in the layers that keep every token: windows, chunks
+and states are a sequence's own.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
-from kvist.errors import InputError
 from kvist.planning.demand import Users, shared_blocks
-from kvist.planning.lengths import Lengths, Request
+from kvist.planning.mix import CONFIDENCE, Floats, Mix, Saved
 
 _GRID = 8192
-_CONFIDENCE = 0.99
-_MOST_LENGTH = 2**24
 _MOST_USERS = 10**7
-
-_Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mix:
-    """Sequences to plan for, those that the limit allows.
-
-    Attributes:
-        source: the file.
-        requests: of it.
-        limit: longest sequence that the server takes.
-        dropped: requests that are longer.
-        empty: requests of no token, left out.
-        block_tokens: tokens of the blocks that a trace names.
-        shared: tokens that every longer prompt begins with.
-    """
-
-    source: str
-    requests: tuple[Request, ...]
-    limit: int
-    dropped: int
-    empty: int
-    block_tokens: int | None
-    shared: int
-
-    @classmethod
-    def of(cls, lengths: Lengths, *, limit: int, shared: int = 0) -> "Mix":
-        """Leave out what the limit refuses.
-
-        Raises:
-            InputError: nothing is left, or no prompt is longer than the shared prefix.
-        """
-        requests = tuple(request for request in lengths.requests if request.total <= limit)
-        if not requests:
-            shortest = min(request.total for request in lengths.requests)
-            raise InputError(
-                f"lengths: all {len(lengths.requests):,} sequences of {lengths.source} are longer than {limit:,} "
-                f"tokens (the shortest has {shortest:,}); raise `context`",
-                key="lengths",
-            )
-        if shared and not any(request.prompt > shared for request in requests):
-            longest = max(request.prompt for request in requests)
-            raise InputError(
-                f"shared_prefix: {shared:,} tokens; no prompt of {lengths.source} is longer (the longest has "
-                f"{longest:,})",
-                key="shared_prefix",
-            )
-        if max(request.total for request in requests) > _MOST_LENGTH:
-            raise InputError(f"lengths: a sequence is longer than {_MOST_LENGTH:,} tokens", key="lengths")
-        return cls(
-            source=lengths.source,
-            requests=requests,
-            limit=limit,
-            dropped=len(lengths.requests) - len(requests),
-            empty=lengths.empty,
-            block_tokens=lengths.block_tokens,
-            shared=shared,
-        )
-
-    @cached_property
-    def moments(self) -> "Moments":
-        """Lengths at a random moment."""
-        return Moments.of(self.requests)
-
-    @cached_property
-    def having_prefix(self) -> _Floats:
-        """The part of :attr:`moments` whose sequences begin with the shared prefix."""
-        having = [request for request in self.requests if request.prompt > self.shared]
-        steps, of_having = (sum(request.output or 1 for request in part) for part in (self.requests, having))
-        weight = np.zeros(len(self.moments.weight))
-        found = Moments.of(having).weight * (of_having / steps)
-        weight[: len(found)] = found
-        return weight
-
-    @cached_property
-    def in_common(self) -> "_Sharing":
-        """What consecutive requests have in common."""
-        return _Sharing(self.requests)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As under ``capacity.workload`` in the JSON of ``kvist plan``."""
-        return {
-            "source": self.source,
-            "requests": len(self.requests),
-            "too_long": self.dropped,
-            "limit": self.limit,
-            "mean_prompt_tokens": self.mean_prompt,
-            "mean_total_tokens": float(np.mean([request.total for request in self.requests])),
-            "mean_held_tokens": self.moments.mean_tokens,
-            "p99_held_tokens": self.moments.quantile(_CONFIDENCE),
-            "shared_prefix_tokens": self.shared,
-            "block_tokens": self.block_tokens,
-        }
-
-    @property
-    def mean_prompt(self) -> float:
-        """Tokens of the average prompt."""
-        return float(np.mean([request.prompt for request in self.requests]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moments:
-    """How likely a sequence is found at each length: ``weight[n]`` for n tokens, summing to 1."""
-
-    weight: _Floats
-
-    @classmethod
-    def of(cls, requests: Sequence[Request]) -> "Moments":
-        """Count the steps that requests spend at each length."""
-        longest = max(request.total for request in requests)
-        if any(request.output for request in requests):
-            # A difference array: a request adds one step at each of its lengths prompt + 1 … prompt + output.
-            starts = np.array([request.prompt + 1 for request in requests if request.output], np.int64)
-            ends = np.array([request.total + 1 for request in requests if request.output], np.int64)
-            change = np.bincount(starts, minlength=longest + 2) - np.bincount(ends, minlength=longest + 2)
-            steps = np.cumsum(change)[: longest + 1].astype(np.float64)
-        else:
-            steps = np.bincount([request.total for request in requests], minlength=longest + 1).astype(np.float64)
-        return cls(weight=steps / steps.sum())
-
-    @property
-    def mean_tokens(self) -> float:
-        """Tokens that a sequence holds at a random moment."""
-        return float(self.weight @ np.arange(len(self.weight)))
-
-    def quantile(self, share: float) -> int:
-        """Tokens that a sequence does not exceed in ``share`` of the moments."""
-        return int(np.searchsorted(np.cumsum(self.weight), share - 1e-12))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +46,7 @@ class MixUsers:
 
 
 @lru_cache(maxsize=32)
-def prices(groups: tuple[Group, ...], longest: int) -> _Floats:
+def prices(groups: tuple[Group, ...], longest: int) -> Floats:
     """Bytes of the blocks of a sequence, by its tokens, 0 to ``longest``."""
     total = np.zeros(longest + 1)
     for group in groups:
@@ -248,15 +109,15 @@ def _usable(groups: Sequence[Group], layout: ArenaLayout) -> int:
 class _Priced:
     """What sequences cost, how likely each cost is, and what some of them save together."""
 
-    price: _Floats
-    weight: _Floats
-    saved: "Callable[[int], _Saved]"
+    price: Floats
+    weight: Floats
+    saved: "Callable[[int], Saved]"
 
     @classmethod
     def of(cls, mix: Mix, groups: tuple[Group, ...]) -> "_Priced":
         """Every sequence for itself."""
         weight = mix.moments.weight
-        nothing = _Saved(mean=0.0, safe=0.0)
+        nothing = Saved(mean=0.0, safe=0.0)
         return cls(price=prices(groups, len(weight) - 1), weight=weight, saved=lambda users: nothing)
 
     @classmethod
@@ -270,7 +131,7 @@ class _Priced:
             return cls(
                 price=np.concatenate([np.maximum(0.0, bare.price - once), bare.price]),
                 weight=np.concatenate([inside, np.maximum(0.0, bare.weight - inside)]),
-                saved=lambda users: _Saved(mean=-once, safe=-once),
+                saved=lambda users: Saved(mean=-once, safe=-once),
             )
         if mix.block_tokens is None:
             return None
@@ -314,52 +175,6 @@ def shared_bytes(groups: Sequence[Group], tokens: int) -> int:
     return sum(shared_blocks(group, tokens) * group.block_bytes for group in groups)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Saved:
-    """Bytes, or blocks, that need not be stored: on average, and what 99 % of the time at least."""
-
-    mean: float
-    safe: float
-
-    def times(self, factor: float) -> "_Saved":
-        return _Saved(mean=self.mean * factor, safe=self.safe * factor)
-
-
-class _Sharing:
-    """How many prompt blocks n consecutive requests of a trace have in common."""
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self._requests = len(requests)
-        self._known: dict[int, _Saved] = {}
-        last: dict[int, int] = {}
-        before, now = [], []
-        for index, request in enumerate(requests):
-            for block in request.blocks:
-                if block in last:
-                    before.append(last[block])
-                    now.append(index)
-                last[block] = index
-        # Each block that was there before: in which request last, and in which again.
-        self._before, self._now = np.array(before, np.int64), np.array(now, np.int64)
-
-    def saved(self, users: int) -> _Saved:
-        """Blocks that n consecutive requests need not store; beyond the trace's length no more are known."""
-        users = min(users, self._requests)
-        if users not in self._known:
-            self._known[users] = self._slide(users)
-        return self._known[users]
-
-    def _slide(self, users: int) -> _Saved:
-        """A block is saved in the windows that hold both of its requests, from now - n + 1 to before."""
-        windows = self._requests - users + 1
-        first = np.maximum(0, self._now - users + 1)
-        end = np.minimum(self._before, windows - 1) + 1
-        held = end > first
-        change = np.bincount(first[held], minlength=windows + 1) - np.bincount(end[held], minlength=windows + 1)
-        found = np.cumsum(change[:windows])
-        return _Saved(mean=float(np.mean(found)), safe=float(np.quantile(found, 1 - _CONFIDENCE)))
-
-
 def _most(fits: Callable[[int], bool], *, at_most: int) -> int:
     """Largest n that fits, where all smaller ones do too."""
     low, high = 0, 1
@@ -378,7 +193,7 @@ def _most(fits: Callable[[int], bool], *, at_most: int) -> int:
 class _Sums:
     """How likely sums of independent prices stay within a room, on a grid; what lies beyond the room is dropped."""
 
-    def __init__(self, price: _Floats, weight: _Floats, room: float) -> None:
+    def __init__(self, price: Floats, weight: Floats, room: float) -> None:
         self._room = room
         place = price * (_GRID / room)
         low = np.floor(place).astype(np.int64)
@@ -387,23 +202,23 @@ class _Sums:
         for at, share in ((low, 1 - part), (low + 1, part)):
             inside = at <= _GRID
             density += np.bincount(at[inside], weights=(weight * share)[inside], minlength=_GRID + 2)
-        self._powers: list[_Floats] = [density]
+        self._powers: list[Floats] = [density]
 
     def within(self, users: int) -> bool:
         """Whether so many stay within the room with 99 % certainty."""
         density = self._density(users)
-        return density is None or float(density[: _GRID + 1].sum()) >= _CONFIDENCE - 1e-9
+        return density is None or float(density[: _GRID + 1].sum()) >= CONFIDENCE - 1e-9
 
     def quantile(self, users: int) -> float:
         """Bytes within which so many stay with 99 % certainty; the room where they do not."""
         density = self._density(users)
         if density is None:
             return 0.0
-        return min(_GRID, int(np.searchsorted(np.cumsum(density), _CONFIDENCE))) * self._room / _GRID
+        return min(_GRID, int(np.searchsorted(np.cumsum(density), CONFIDENCE))) * self._room / _GRID
 
-    def _density(self, users: int) -> _Floats | None:
+    def _density(self, users: int) -> Floats | None:
         """The density of the sum of so many; None for none."""
-        density: _Floats | None = None
+        density: Floats | None = None
         for bit in range(users.bit_length()):
             if bit == len(self._powers):
                 self._powers.append(_convolved(self._powers[-1], self._powers[-1]))
@@ -413,8 +228,8 @@ class _Sums:
         return density
 
 
-def _convolved(one: _Floats, other: _Floats) -> _Floats:
+def _convolved(one: Floats, other: Floats) -> Floats:
     """The density of a sum, cut off where its parts are."""
     length = 2 * len(one)
-    product: _Floats = np.fft.irfft(np.fft.rfft(one, length) * np.fft.rfft(other, length), length)
+    product: Floats = np.fft.irfft(np.fft.rfft(one, length) * np.fft.rfft(other, length), length)
     return np.maximum(0.0, product[: len(one)])

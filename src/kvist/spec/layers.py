@@ -17,18 +17,12 @@ group of the cache. Every kind answers the same questions, in bytes of a format:
 :meth:`Layer.cross_bytes_per_encoder_token`.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import ClassVar
 
 from kvist.errors import InputError
 from kvist.spec.formats import CacheFormat, codec_named
-
-if TYPE_CHECKING:
-    from fractions import Fraction
-
-# Bytes of one more token: a fraction where one vector stands for several tokens.
-Rate: TypeAlias = "int | Fraction"
+from kvist.spec.rates import Rate, spread, total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,24 +396,3 @@ class Parallel(Layer):
 def held_tokens(tokens: int, window: int | None, chunk: int | None = None) -> int:
     """Tokens of a sequence that a layer holds: all, or those of its window or chunk."""
     return min([tokens, *(limit for limit in (window, chunk) if limit is not None)])
-
-
-def spread(size: int, over: int) -> Rate:
-    """Bytes that so many tokens share, for one of them; exact."""
-    if size % over == 0:
-        return size // over
-    # Loaded where it is needed: few models divide, and every start would pay for it.
-    from fractions import Fraction
-
-    return Fraction(size, over)
-
-
-def total(rates: Iterable[Rate]) -> Rate:
-    """The sum of rates, as an integer where it is one."""
-    found = sum(rates)
-    return found if isinstance(found, int) or found.denominator != 1 else found.numerator
-
-
-def rate_in_json(rate: Rate) -> int | float:
-    """A rate as JSON has it: an integer where it is whole."""
-    return rate if isinstance(rate, int) else float(rate)

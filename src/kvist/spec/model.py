@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 from kvist.errors import InputError
 from kvist.spec.formats import CacheFormat, require_format
-from kvist.spec.layers import Cross, Layer, Parallel, Rate, Shared, total
+from kvist.spec.layers import Cross, Layer, Parallel, Shared
+from kvist.spec.rates import Rate, total
 from kvist.units import require_tokens
 
 __all__ = ["Assumption", "Layer", "ModelSpec"]
