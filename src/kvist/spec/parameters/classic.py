@@ -8,29 +8,34 @@ from collections.abc import Callable
 from kvist.spec.parameters.inventory import Inventory, Keys, Network
 
 
+def _opened(keys: Keys, table: str, width: int) -> Network:
+    """A network that begins with a table of words."""
+    net, vocab = Network(), keys.whole("vocab_size")
+    net.add(table, vocab, width, role="embedding", units=vocab)
+    return net
+
+
 def _blocks(
     net: Network,
-    layers: int,
+    keys: Keys,
     *,
     hidden: int,
     heads: int,
-    kv_heads: int,
-    head_dim: int,
     inner: int,
+    kv_heads: int | None = None,
     attention_bias: bool = True,
-    out_bias: bool | None = None,
     mlp_bias: bool = True,
     norms: int = 2,
     norm_bias: bool = True,
 ) -> None:
-    """All layers: projections, two feed-forward matrices, norms."""
-    net.layer("layers.#", range(layers))
+    """All layers: projections, two feed-forward matrices, norms; KV heads are as many as heads unless given."""
+    kv_heads, width = heads if kv_heads is None else kv_heads, hidden // heads
+    net.layer("layers.#", range(len(keys.layers)))
     net.part("attn", block="attention")
-    net.linear("q_proj", heads * head_dim, hidden, bias=attention_bias, units=heads)
-    net.linear("k_proj", kv_heads * head_dim, hidden, bias=attention_bias, units=kv_heads)
-    net.linear("v_proj", kv_heads * head_dim, hidden, bias=attention_bias, units=kv_heads)
-    out = attention_bias if out_bias is None else out_bias
-    net.linear("o_proj", hidden, heads * head_dim, bias=out, units=heads, rows=True)
+    net.linear("q_proj", heads * width, hidden, bias=attention_bias, units=heads)
+    net.linear("k_proj", kv_heads * width, hidden, bias=attention_bias, units=kv_heads)
+    net.linear("v_proj", kv_heads * width, hidden, bias=attention_bias, units=kv_heads)
+    net.linear("o_proj", hidden, heads * width, bias=attention_bias, units=heads, rows=True)
     net.part("mlp", block="mlp")
     net.linear("up_proj", inner, hidden, bias=mlp_bias, units=inner)
     net.linear("down_proj", hidden, inner, bias=mlp_bias, units=inner, rows=True)
@@ -39,176 +44,105 @@ def _blocks(
         net.norm(f"norm_{number + 1}", hidden, bias=norm_bias)
 
 
+def _closed(
+    net: Network, keys: Keys, norm: str, hidden: int, *, norm_bias: bool = True, width: int | None = None, tied: bool
+) -> Inventory:
+    """The network with its last norm, left out where ``hidden`` is 0, and its head, which reads ``width``."""
+    net.outside()
+    net.norm(norm, hidden, bias=norm_bias)
+    tied = keys.flag("tie_word_embeddings", default=tied)
+    if not tied:
+        vocab = keys.whole("vocab_size")
+        net.add("lm_head", vocab, hidden if width is None else width, role="head", units=vocab)
+    return net.inventory(tied=tied)
+
+
 def _gpt2(keys: Keys) -> Inventory:
     """GPT-2, and GPT-BigCode with one KV head."""
-    hidden, layers = keys.whole("n_embd", "hidden_size"), len(keys.layers)
-    heads, vocab = keys.whole("n_head", "num_attention_heads", least=1), keys.whole("vocab_size")
-    inner = keys.whole("n_inner", "intermediate_size", default=4 * hidden)
+    hidden, heads = keys.whole("n_embd", "hidden_size"), keys.whole("n_head", "num_attention_heads", least=1)
     one = keys.family == "gpt_bigcode" and keys.flag("multi_query", default=True)
-    net = Network()
-    net.add("wte", vocab, hidden, role="embedding", units=vocab)
+    net = _opened(keys, "wte", hidden)
     net.add("wpe", keys.whole("n_positions", "max_position_embeddings"), hidden, role="embedding")
-    _blocks(
-        net, layers, hidden=hidden, heads=heads, kv_heads=1 if one else heads, head_dim=hidden // heads, inner=inner
-    )
-    net.outside()
-    net.norm("ln_f", hidden, bias=True)
-    return _with_head(net, keys, vocab, hidden, tied=True)
+    inner = keys.whole("n_inner", "intermediate_size", default=4 * hidden)
+    _blocks(net, keys, hidden=hidden, heads=heads, kv_heads=1 if one else heads, inner=inner)
+    return _closed(net, keys, "ln_f", hidden, tied=True)
 
 
 def _gpt_neox(keys: Keys) -> Inventory:
     """Pythia, GPT-NeoX."""
-    hidden, vocab = keys.whole("hidden_size"), keys.whole("vocab_size")
-    heads, bias = keys.whole("num_attention_heads", least=1), keys.flag("attention_bias", default=True)
-    net = Network()
-    net.add("embed_in", vocab, hidden, role="embedding", units=vocab)
-    _blocks(
-        net,
-        len(keys.layers),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        inner=keys.whole("intermediate_size"),
-        attention_bias=bias,
-    )
-    net.outside()
-    net.norm("final_layer_norm", hidden, bias=True)
-    return _with_head(net, keys, vocab, hidden, tied=False)
+    hidden, heads = keys.whole("hidden_size"), keys.whole("num_attention_heads", least=1)
+    bias = keys.flag("attention_bias", default=True)
+    net = _opened(keys, "embed_in", hidden)
+    _blocks(net, keys, hidden=hidden, heads=heads, inner=keys.whole("intermediate_size"), attention_bias=bias)
+    return _closed(net, keys, "final_layer_norm", hidden, tied=False)
 
 
 def _gptj(keys: Keys) -> Inventory:
     """GPT-J: one norm a layer, a head with a bias."""
-    hidden, vocab, heads = keys.whole("n_embd"), keys.whole("vocab_size"), keys.whole("n_head", least=1)
-    net = Network()
-    net.add("wte", vocab, hidden, role="embedding", units=vocab)
-    _blocks(
-        net,
-        len(keys.layers),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        inner=keys.whole("n_inner", default=4 * hidden),
-        attention_bias=False,
-        norms=1,
-    )
+    hidden, heads, vocab = keys.whole("n_embd"), keys.whole("n_head", least=1), keys.whole("vocab_size")
+    net = _opened(keys, "wte", hidden)
+    inner = keys.whole("n_inner", default=4 * hidden)
+    _blocks(net, keys, hidden=hidden, heads=heads, inner=inner, attention_bias=False, norms=1)
     net.outside()
-    net.norm("ln_f", hidden, bias=True)
     net.add("lm_head.bias", vocab, units=vocab)
-    return _with_head(net, keys, vocab, hidden, tied=False)
+    return _closed(net, keys, "ln_f", hidden, tied=False)
 
 
 def _opt(keys: Keys) -> Inventory:
     """OPT: learned positions, two of them for padding; the smallest projects its embeddings."""
-    hidden, vocab = keys.whole("hidden_size"), keys.whole("vocab_size")
-    heads, bias = keys.whole("num_attention_heads", least=1), keys.flag("enable_bias", default=True)
+    hidden, heads = keys.whole("hidden_size"), keys.whole("num_attention_heads", least=1)
+    bias, affine = keys.flag("enable_bias", default=True), keys.flag("layer_norm_elementwise_affine", default=True)
     width = keys.whole("word_embed_proj_dim", default=hidden)
-    affine = keys.flag("layer_norm_elementwise_affine", default=True)
-    net = Network()
-    net.add("embed_tokens", vocab, width, role="embedding", units=vocab)
+    net = _opened(keys, "embed_tokens", width)
     net.add("embed_positions", keys.whole("max_position_embeddings") + 2, hidden, role="embedding")
     if width != hidden:
         net.linear("project_in", hidden, width)
         net.linear("project_out", width, hidden)
-    _blocks(
-        net,
-        len(keys.layers),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        inner=keys.whole("ffn_dim", "intermediate_size"),
-        attention_bias=bias,
-        mlp_bias=bias,
-        norms=2 if affine else 0,
-    )
-    net.outside()
-    if keys.flag("do_layer_norm_before", default=True) and not keys.flag("_remove_final_layer_norm", default=False):
-        net.norm("final_layer_norm", hidden if affine else 0, bias=True)
-    return _with_head(net, keys, vocab, width, tied=True)
+    inner, norms = keys.whole("ffn_dim", "intermediate_size"), 2 if affine else 0
+    _blocks(net, keys, hidden=hidden, heads=heads, inner=inner, attention_bias=bias, mlp_bias=bias, norms=norms)
+    before = keys.flag("do_layer_norm_before", default=True)
+    last = affine and before and not keys.flag("_remove_final_layer_norm", default=False)
+    return _closed(net, keys, "final_layer_norm", hidden if last else 0, width=width, tied=True)
 
 
 def _bloom(keys: Keys) -> Inventory:
     """BLOOM: ALiBi, a norm on the embeddings."""
-    hidden, vocab = keys.whole("hidden_size", "n_embed"), keys.whole("vocab_size")
-    heads = keys.whole("n_head", "num_attention_heads", least=1)
-    net = Network()
-    net.add("word_embeddings", vocab, hidden, role="embedding", units=vocab)
+    hidden, heads = keys.whole("hidden_size", "n_embed"), keys.whole("n_head", "num_attention_heads", least=1)
+    net = _opened(keys, "word_embeddings", hidden)
     net.norm("word_embeddings_layernorm", hidden, bias=True)
-    _blocks(
-        net,
-        len(keys.layers),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        inner=4 * hidden,
-    )
-    net.outside()
-    net.norm("ln_f", hidden, bias=True)
-    return _with_head(net, keys, vocab, hidden, tied=True)
+    _blocks(net, keys, hidden=hidden, heads=heads, inner=4 * hidden)
+    return _closed(net, keys, "ln_f", hidden, tied=True)
 
 
 def _mpt(keys: Keys) -> Inventory:
     """MPT: ALiBi, no biases."""
-    hidden, vocab = keys.whole("d_model", "hidden_size"), keys.whole("vocab_size")
-    heads = keys.whole("n_heads", "num_attention_heads", least=1)
+    hidden, heads = keys.whole("d_model", "hidden_size"), keys.whole("n_heads", "num_attention_heads", least=1)
     if not keys.flag("no_bias", default=True):
         raise keys.unknown("no_bias is false", "no_bias")
-    net = Network()
-    net.add("wte", vocab, hidden, role="embedding", units=vocab)
+    net = _opened(keys, "wte", hidden)
+    inner = keys.whole("expansion_ratio", default=4) * hidden
     _blocks(
-        net,
-        len(keys.layers),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        inner=keys.whole("expansion_ratio", default=4) * hidden,
-        attention_bias=False,
-        mlp_bias=False,
-        norm_bias=False,
-    )
-    net.outside()
-    net.norm("norm_f", hidden)
-    return _with_head(net, keys, vocab, hidden, tied=True)
+        net, keys, hidden=hidden, heads=heads, inner=inner, attention_bias=False, mlp_bias=False, norm_bias=False
+    )  # fmt: skip
+    return _closed(net, keys, "norm_f", hidden, norm_bias=False, tied=True)
 
 
 def _falcon(keys: Keys) -> Inventory:
     """Falcon: one KV head, or groups in the new architecture; one norm a layer where both parts run side by side."""
-    hidden, vocab = keys.whole("hidden_size"), keys.whole("vocab_size")
-    heads = keys.whole("num_attention_heads", "n_head", least=1)
+    hidden, heads = keys.whole("hidden_size"), keys.whole("num_attention_heads", "n_head", least=1)
     new, one = keys.flag("new_decoder_architecture", default=False), keys.flag("multi_query", default=True)
     kv_heads = keys.whole("num_kv_heads", default=heads, least=1) if new else 1 if one else heads
     bias = keys.flag("bias", default=False)
     norms = 2 if new and keys.whole("num_ln_in_parallel_attn", default=2) == 2 else 1
     if not new and not keys.flag("parallel_attn", default=True):
         norms = 2
-    net = Network()
-    net.add("word_embeddings", vocab, hidden, role="embedding", units=vocab)
+    net = _opened(keys, "word_embeddings", hidden)
+    inner = keys.whole("ffn_hidden_size", default=4 * hidden)
     _blocks(
-        net,
-        len(keys.layers),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=hidden // heads,
-        inner=keys.whole("ffn_hidden_size", default=4 * hidden),
-        attention_bias=bias,
-        mlp_bias=bias,
+        net, keys, hidden=hidden, heads=heads, kv_heads=kv_heads, inner=inner, attention_bias=bias, mlp_bias=bias,
         norms=norms,
-    )
-    net.outside()
-    net.norm("ln_f", hidden, bias=True)
-    return _with_head(net, keys, vocab, hidden, tied=True)
-
-
-def _with_head(net: Network, keys: Keys, vocab: int, width: int, *, tied: bool) -> Inventory:
-    tied = keys.flag("tie_word_embeddings", default=tied)
-    if not tied:
-        net.add("lm_head", vocab, width, role="head", units=vocab)
-    return net.inventory(tied=tied)
+    )  # fmt: skip
+    return _closed(net, keys, "ln_f", hidden, tied=True)
 
 
 CLASSIC: dict[str, Callable[[Keys], Inventory]] = {
