@@ -8,7 +8,8 @@ import pytest
 from kvist.errors import BadFile, InputError, UnsupportedModel
 from kvist.spec.families import FAMILIES, Reading, read_config
 from kvist.spec.formats import CacheFormat
-from kvist.spec.layers import Attention, Compressed, Cross, Indexer, Latent, Layer, Nothing, Parallel, Shared, total
+from kvist.spec.layers import Attention, Compressed, Cross, Indexer, Latent, Layer, Nothing, Parallel, Shared
+from kvist.spec.rates import total
 from kvist.spec.read import read_description
 
 BF16 = CacheFormat()
@@ -481,6 +482,10 @@ def test_wrappers_say_where_the_decoder_is_missing_or_strange() -> None:
         read({"model_type": "llava", "text_config": {"model_type": "siglip"}})
     with pytest.raises(UnsupportedModel, match="kv_lora_rank is 512: it means attention over latents"):
         read({"model_type": "llava", "text_config": {"model_type": "llama"}, "kv_lora_rank": 512})
+    for family in ("llama", "granite", "cohere2", "gemma2"):
+        part = {"model_type": family, **LLAMA, "kv_lora_rank": 512}
+        with pytest.raises(UnsupportedModel, match="text_config: kv_lora_rank is 512: it means attention over latents"):
+            read({"model_type": "llava", "text_config": part})
     assert read({"model_type": "qwen3_vl", **LLAMA, "head_dim": 16}).layers[0] == Attention(
         kv_heads=2, key_dim=16, value_dim=16
     )

@@ -98,6 +98,10 @@ def test_what_full_heads_would_have_cost(capsys: pytest.CaptureFixture[str]) -> 
         (["--assume", "head_dim=1"], "--assume: overrides keys of the models that --compare names"),
         (["--compare", "mamba-1.4b", "--assume", "num_key_value_heads=8"], "num_key_value_heads"),
         (["--html", "/nowhere/at/all.html"], "/nowhere/at/all.html: cannot be written"),
+        (["--html", ""], "'': cannot be written: Is a directory"),
+        (["--html", "a\0b"], "cannot be written: embedded null byte"),
+        (["--html", "a.html", "llama"], "--html: the page has all models; leave out WORD"),
+        (["--tokens", "8k"], "--tokens: the list has no lengths; add --compare or --json"),
     ],
 )
 def test_wrong_calls_say_what_would_be_right(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,7 @@
 import argparse
 from typing import Any
 
-from kvist import cli_values as values
-from kvist.commands.options import add_command, add_json, print_json
+from kvist.commands.options import MODEL_HELP, add_assume, add_command, add_json, add_settings, print_json
 
 _DISAGREES = 3
 
@@ -23,23 +22,9 @@ def add_check(commands: Any) -> None:
         epilog="example:\n  kvist check vllm.log --model llama-3-8b",
     )
     command.add_argument("log", metavar="LOG", help="start-up log, gzip or not; - for standard input")
-    command.add_argument(
-        "--model", required=True, metavar="MODEL", help="config.json, model directory, .gguf file or known name"
-    )
-    command.add_argument(
-        "--set",
-        type=values.assumption,
-        action="append",
-        metavar="KEY=VALUE",
-        help="setting of the engine that the log does not say; repeatable",
-    )
-    command.add_argument(
-        "--assume",
-        type=values.assumption,
-        action="append",
-        metavar="KEY=VALUE",
-        help="override a published key; repeatable",
-    )
+    command.add_argument("--model", required=True, metavar="MODEL", help=MODEL_HELP)
+    add_settings(command, help="setting of the engine that the log does not say; repeatable")
+    add_assume(command)
     add_json(command)
 
 

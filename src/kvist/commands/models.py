@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from kvist import cli_values as values
-from kvist.commands.options import add_command, add_format, add_json, print_json
+from kvist.commands.options import add_assume, add_command, add_format, add_json, print_json
 
 
 def add_models(commands: Any) -> None:
@@ -28,13 +28,7 @@ def add_models(commands: Any) -> None:
     command.add_argument(
         "--compare", nargs="+", metavar="MODEL", help="set models side by side: names, files or directories"
     )
-    command.add_argument(
-        "--assume",
-        type=values.assumption,
-        action="append",
-        metavar="KEY=VALUE",
-        help="with --compare: each model once more with a published key overridden",
-    )
+    add_assume(command, help="with --compare: each model once more with a published key overridden")
     command.add_argument(
         "--tokens",
         type=values.tokens(),
@@ -57,7 +51,7 @@ def run_models(args: argparse.Namespace) -> int:
     _refuse_mixtures(args)
     compared = _compared(args)
     found = compared or listings(args.words, kind=args.kind, sort=args.sort or "name")
-    if args.html:
+    if args.html is not None:
         from kvist.report.model_page import write_page
 
         write_page(args.html, fmt, chosen=compared)
@@ -67,7 +61,7 @@ def run_models(args: argparse.Namespace) -> int:
             for row in rows:
                 row["ratio_to_first"] = _ratios(row, rows[0])
         return print_json({"format": {"key": fmt.key, "value": fmt.value}, "rows": rows})
-    if args.html:
+    if args.html is not None:
         print(f"{args.html}: open it in a browser")
         return 0
     from kvist.report.model_tables import print_compared, print_models
@@ -84,6 +78,10 @@ def _refuse_mixtures(args: argparse.Namespace) -> None:
 
     if args.compare and (args.words or args.kind or args.sort):
         raise InputError("compare: takes models by name; leave out WORD, --kind and --sort", key="compare")
+    if args.html is not None and (args.words or args.kind or args.sort):
+        raise InputError("html: the page has all models; leave out WORD, --kind and --sort", key="html")
+    if args.tokens and not (args.compare or args.json):
+        raise InputError("tokens: the list has no lengths; add --compare or --json", key="tokens")
     if args.assume and not args.compare:
         raise InputError("assume: overrides keys of the models that --compare names", key="assume")
 

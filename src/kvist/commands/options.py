@@ -7,6 +7,7 @@ from typing import Any
 from kvist import cli_values as values
 
 BLOCK = values.tokens(most=2**20)
+MODEL_HELP = "config.json, model directory, .gguf file or known name"
 
 
 def add_command(
@@ -27,6 +28,16 @@ def add_format(command: argparse.ArgumentParser, *, default: str | None) -> None
     command.add_argument(
         "--value", type=values.codec, default=default, metavar="CODEC", help=f"how values are stored{shown}"
     )
+
+
+def add_settings(command: argparse.ArgumentParser, *, help: str) -> None:
+    """Add ``--set KEY=VALUE``, settings of an engine."""
+    command.add_argument("--set", type=values.assumption, action="append", metavar="KEY=VALUE", help=help)
+
+
+def add_assume(command: argparse.ArgumentParser, *, help: str = "override a published key; repeatable") -> None:
+    """Add ``--assume KEY=VALUE``, keys of a configuration."""
+    command.add_argument("--assume", type=values.assumption, action="append", metavar="KEY=VALUE", help=help)
 
 
 def add_json(command: argparse.ArgumentParser) -> None:

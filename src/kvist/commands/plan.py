@@ -4,7 +4,16 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from kvist import cli_values as values
-from kvist.commands.options import BLOCK, add_command, add_format, add_json, print_json
+from kvist.commands.options import (
+    BLOCK,
+    MODEL_HELP,
+    add_assume,
+    add_command,
+    add_format,
+    add_json,
+    add_settings,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from kvist.planning.plan import Plan
@@ -22,7 +31,7 @@ def add_plan(commands: Any) -> None:
         "fit and how fast they could be at best; with --users alone, which devices would\nhold them.",
         epilog="example:\n  kvist plan gemma-3-270m --gpu L4 --context 8k --users 300",
     )
-    command.add_argument("model", metavar="MODEL", help="config.json, model directory, .gguf file or known name")
+    command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     command.add_argument(
         "--tokens",
         type=values.tokens(),
@@ -46,20 +55,8 @@ def add_plan(commands: Any) -> None:
         metavar="NAME",
         help="what kvist, vllm, sglang, llama.cpp or transformers makes of the memory",
     )
-    command.add_argument(
-        "--set",
-        type=values.assumption,
-        action="append",
-        metavar="KEY=VALUE",
-        help="setting of that engine, by its own name; repeatable",
-    )
-    command.add_argument(
-        "--assume",
-        type=values.assumption,
-        action="append",
-        metavar="KEY=VALUE",
-        help="override a published key; repeatable",
-    )
+    add_settings(command, help="setting of that engine, by its own name; repeatable")
+    add_assume(command)
     command.add_argument("--explain", action="store_true", help="each number as formula and source")
     add_json(command)
 

@@ -42,8 +42,9 @@ def write_page(path: str, fmt: CacheFormat, *, chosen: Sequence[Listing] = ()) -
     """
     try:
         Path(path).write_text(page(fmt, chosen=chosen), encoding="utf-8")
-    except OSError as error:
-        raise BadFile(f"{path}: cannot be written: {error.strerror or error}", key="html") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BadFile(f"{path or repr(path)}: cannot be written: {reason}", key="html") from error
 
 
 def page(fmt: CacheFormat, *, chosen: Sequence[Listing] = ()) -> str:

@@ -107,9 +107,9 @@ def _reader(keys: ConfigKeys) -> Reader:
         return FAMILIES[of_class]
     from difflib import get_close_matches
 
-    near = get_close_matches(family[:100], FAMILIES, n=3)
+    near = ", ".join(get_close_matches(family[:100], FAMILIES, n=3))
     raise UnsupportedModel(
         f"{keys.name}: model_type is {family[:60]!r}, which is not among the {len(FAMILIES)} that are read"
-        f"{f' (nearest: {chr(44).join(near)})' if near else ''}; --assume model_type=TYPE reads it as another",
+        f"{f' (nearest: {near})' if near else ''}; --assume model_type=TYPE reads it as another",
         key="model_type",
     )

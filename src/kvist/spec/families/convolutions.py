@@ -15,6 +15,7 @@ from kvist.spec.families.patterns import (
     longest,
     number_of_layers,
     own,
+    placed,
     reading,
     split,
 )
@@ -52,7 +53,7 @@ def _recurrent_gemma(keys: ConfigKeys) -> Reading:
     shape = heads_and_widths(keys, head_dim=None, kv_heads=None)
     window = keys.count("attention_window_size", default=2048, source=default)
     hidden = keys.count("hidden_size")
-    attention = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim, window=window)
+    attention = shape.attention(window=window)
     state = states.rg_lru(
         width=hidden if keys.get("lru_width") is None else keys.count("lru_width"),
         kernel=keys.count("conv1d_width", default=4, source=default),
@@ -83,12 +84,11 @@ def _lfm2(keys: ConfigKeys) -> Reading:
             raise keys.wrong("full_attn_idxs", "the layers that layer_types calls full_attention")
         kinds = by_index
     found = {CONV: _lfm_convolution(keys, kernel=3, size=size), FULL: _heads(keys, kv_heads=8, size=size)}
-    return reading(keys, [found[kind] for kind in kinds or ()], max_context=longest(keys, default=128000))
+    return reading(keys, placed(kinds or (), found), max_context=longest(keys, default=128000))
 
 
 def _heads(keys: ConfigKeys, *, kv_heads: int, size: Size, head_dim: int | None = None) -> Attention:
-    shape = heads_and_widths(keys, head_dim=head_dim, kv_heads=kv_heads, size=size)
-    return Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
+    return heads_and_widths(keys, head_dim=head_dim, kv_heads=kv_heads, size=size).attention()
 
 
 def _lfm_convolution(keys: ConfigKeys, *, kernel: int, size: Size) -> State:
@@ -114,9 +114,9 @@ def _lfm3(keys: ConfigKeys) -> Reading:
         kinds = [FULL if i % 4 == 2 else SLIDING if i % 4 == 0 and i else CONV for i in range(layers)]
     full = _heads(keys, kv_heads=4, size=size, head_dim=128)
     window = keys.count("sliding_window", default=256, source=default)
-    sliding = Attention(kv_heads=full.kv_heads, key_dim=full.key_dim, value_dim=full.value_dim, window=window)
+    sliding = replace(full, window=window)
     found = {CONV: _lfm_convolution(keys, kernel=7, size=size), FULL: full, SLIDING: sliding}
-    return reading(keys, [found[kind] for kind in kinds], max_context=longest(keys, default=128000))
+    return reading(keys, placed(kinds, found), max_context=longest(keys, default=128000))
 
 
 def _zaya(keys: ConfigKeys) -> Reading:
@@ -130,7 +130,7 @@ def _zaya(keys: ConfigKeys) -> Reading:
     default = class_default(keys)
     kinds = _zaya_kinds(keys)
     shape = heads_and_widths(keys, head_dim=128, kv_heads=2)
-    full = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
+    full = shape.attention()
     reach = sum(keys.count(name, default=2, source=default) - 1 for name in ("cca_time0", "cca_time1"))
     stored = shape.kv_heads * shape.head_dim
     channels = keys.count("num_attention_heads") * shape.head_dim + stored
@@ -143,11 +143,10 @@ def _zaya(keys: ConfigKeys) -> Reading:
     found: dict[str, Layer] = {FULL: Parallel(parts=(full, state)), NONE: Nothing()}
     if SLIDING in kinds:
         window = keys.count("sliding_window")
-        sliding = Attention(kv_heads=full.kv_heads, key_dim=full.key_dim, value_dim=full.value_dim, window=window)
-        found[SLIDING] = Parallel(parts=(sliding, state))
+        found[SLIDING] = Parallel(parts=(shape.attention(window=window), state))
     if keys.get("kv_channels") not in (None, shape.head_dim):
         raise keys.wrong("kv_channels", f"the width of a head ({shape.head_dim})")
-    return reading(keys, [found[kind] for kind in kinds], max_context=longest(keys, default=131072))
+    return reading(keys, placed(kinds, found), max_context=longest(keys, default=131072))
 
 
 def _zaya_kinds(keys: ConfigKeys) -> list[str]:
@@ -206,7 +205,7 @@ def _inkling(*, layers: int, heads: int, kv_heads: int, swa_kv_heads: int, hidde
             value_dim=keys.count("swa_head_dim"),
             window=keys.count("sliding_window_size", default=window, source=default),
         )
-        far = Attention(kv_heads=wide.kv_heads, key_dim=wide.head_dim, value_dim=wide.head_dim)
+        far = wide.attention()
         kernel = keys.count("conv_kernel_size", default=4, source=default)
         for name, attention in (("v_head_dim", far), ("swa_v_head_dim", near)):
             if keys.get(name) not in (None, attention.value_dim):
@@ -220,9 +219,9 @@ def _inkling(*, layers: int, heads: int, kv_heads: int, swa_kv_heads: int, hidde
         if keys.get("use_sconv") is False:
             raise keys.unread("use_sconv", "the four convolutions of a layer are what is described")
         draft = _inkling_drafts(keys, found)
-        placed = [found[kind] for kind in _looped(keys, kinds)]
+        looped = placed(_looped(keys, kinds), found)
         context = longest(keys, "model_max_length", default=131072 if layers == 66 else 1048576)
-        return reading(keys, placed, max_context=context, draft=draft)
+        return reading(keys, looped, max_context=context, draft=draft)
 
     return read
 

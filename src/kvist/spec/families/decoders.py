@@ -18,6 +18,7 @@ from kvist.spec.families.reading import (
     layer_types,
     only_full,
     reading_of,
+    refuse_encoder,
 )
 from kvist.spec.families.windows import full_every, kinds_of, says_window, switched
 
@@ -105,11 +106,7 @@ def _gemma3_text(keys: ConfigKeys) -> Reading:
 
     Source: Gemma3TextConfig of transformers.
     """
-    if keys.flag("use_bidirectional_attention", default=False):
-        raise UnsupportedModel(
-            f"{keys.name}: use_bidirectional_attention is true; an encoder keeps no cache",
-            key="use_bidirectional_attention",
-        )
+    refuse_encoder(keys, causal=(None, False))
     default = class_default(keys)
     shape = heads_and_widths(keys, head_dim=256, kv_heads=4, heads=8, size=Size(layers=26, hidden=2304))
     window = keys.count("sliding_window", default=4096, source=default)

@@ -22,8 +22,8 @@ from kvist.spec.families.reading import (
     finished,
     heads_and_widths,
     per_layer,
+    refuse_encoder,
 )
-from kvist.spec.layers import Attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +77,10 @@ def read_dense(family: Dense, keys: ConfigKeys) -> Reading:
         raise keys.missing("num_key_value_heads")
     size = Size(layers=family.layers, heads=family.heads, hidden=family.hidden)
     shape = heads_and_widths(keys, head_dim=family.head_dim, kv_heads=family.kv_heads, size=size)
-    if keys.get("use_bidirectional_attention") not in (None, False, "vision"):
-        raise keys.unread("use_bidirectional_attention", "an encoder keeps no cache")
+    refuse_encoder(keys)
     context_of(keys, *family.contexts, default=family.context)
     kinds = windows.kinds_of(keys, shape.layers, family.rule, window=family.window, chunk=family.chunk)
-    full = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
+    full = shape.attention()
     limited = {FULL: full}
     default = class_default(keys)
     if family.window is not None:

@@ -4,11 +4,12 @@ What a layer keeps of the encoder is counted apart, for each of the encoder's to
 fixed. Source: the configuration and modelling files of that name in transformers 5.24.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvist.spec.config_keys import ConfigKeys
 from kvist.spec.families.reading import (
+    FULL,
     SLIDING,
     Reader,
     Reading,
@@ -92,10 +93,9 @@ def _t5gemma(keys: ConfigKeys) -> Reading:
     context_of(keys, default=8192)
     kinds = kinds_of(keys, shape.layers, full_every(2), window=4096)
     window = keys.count("sliding_window", default=4096, source=class_default(keys))
-    full = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
     encoder = Cross(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
-    windowed = replace(full, window=window)
-    layers = [Parallel(parts=(windowed if kind == SLIDING else full, encoder)) for kind in kinds]
+    limits = {SLIDING: window, FULL: None}
+    layers = [Parallel(parts=(shape.attention(window=limits[kind]), encoder)) for kind in kinds]
     return finished(keys, layers, draft=None)
 
 
@@ -114,7 +114,7 @@ def _mllama(keys: ConfigKeys) -> Reading:
     possible = range(shape.layers)
     if not isinstance(crossing, list) or not all(type(index) is int and index in possible for index in crossing):
         raise keys.wrong("cross_attention_layers", f"a list of layers from 0 to {shape.layers - 1}")
-    full: Layer = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
+    full: Layer = shape.attention()
     image = Cross(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
     chosen = set(crossing)
     return finished(keys, [image if index in chosen else full for index in range(shape.layers)], draft=None)

@@ -1,6 +1,5 @@
 """Attention and gated delta nets in one model: Qwen3-Next, Qwen3.5, OLMo Hybrid, GigaChat 3.5, Jet-Nemotron, Lara."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvist.spec.config_keys import ConfigKeys
@@ -16,6 +15,7 @@ from kvist.spec.families.patterns import (
     missing_pattern,
     number_of_layers,
     own,
+    placed,
     reading,
     split,
 )
@@ -29,7 +29,7 @@ from kvist.spec.families.reading import (
     draft_count,
     heads_and_widths,
 )
-from kvist.spec.layers import Attention, Indexer, Latent, Layer, Parallel, State
+from kvist.spec.layers import Indexer, Latent, Layer, Parallel, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +59,6 @@ def _state(keys: ConfigKeys, heads: _Heads) -> State:
     return state
 
 
-def _placed(kinds: Sequence[str], found: dict[str, Layer]) -> list[Layer]:
-    return [found[kind] for kind in kinds]
-
-
 def _qwen_kinds(keys: ConfigKeys, layers: int) -> list[str]:
     """Published as a list, or left to the class: full attention in every fourth layer."""
     kinds = listed(keys, "layer_types", layers=layers, words={"linear_attention": RECURRENT, "full_attention": FULL})
@@ -83,9 +79,9 @@ def _qwen3(*, kv_heads: int, size: Size) -> Reader:
         layers = number_of_layers(keys, size=size)
         kinds = _qwen_kinds(keys, layers)
         shape = heads_and_widths(keys, head_dim=256, kv_heads=kv_heads, size=size)
-        attention = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
+        attention = shape.attention()
         state = _state(keys, _Heads(keys=16, values=32))
-        found = _placed(kinds, {FULL: attention, RECURRENT: state})
+        found = placed(kinds, {FULL: attention, RECURRENT: state})
         return reading(keys, found, max_context=longest(keys, default=32768), draft=[attention] * draft_count(keys))
 
     return read
@@ -116,9 +112,9 @@ def _olmo_hybrid(keys: ConfigKeys) -> Reading:
         keys.count("linear_key_head_dim", default=dim, source=f"{default}: 0.75 x hidden_size / linear_num_key_heads")
     twice = 2 * keys.count("linear_key_head_dim")
     keys.count("linear_value_head_dim", default=twice, source=f"{default}: 2 x linear_key_head_dim")
-    attention = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
+    attention = shape.attention()
     state = _state(keys, _Heads(keys=heads, values=heads))
-    found = _placed(kinds, {FULL: attention, RECURRENT: state})
+    found = placed(kinds, {FULL: attention, RECURRENT: state})
     return reading(keys, found, max_context=longest(keys, default=65536))
 
 
@@ -139,11 +135,11 @@ def _lara_mini(keys: ConfigKeys) -> Reading:
     kinds = listed(keys, "layer_types", layers=layers, words=words) or []
     shape = heads_and_widths(keys, head_dim=128, kv_heads=4)
     window = keys.count("sliding_window", default=512, source=default)
-    full = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
-    sliding = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim, window=window)
+    full = shape.attention()
+    sliding = shape.attention(window=window)
     state = _state(keys, _Heads(keys=8, values=16))
     found = {FULL: full, SLIDING: sliding, RECURRENT: state}
-    return reading(keys, _placed(kinds, found), max_context=longest(keys, default=131072))
+    return reading(keys, placed(kinds, found), max_context=longest(keys, default=131072))
 
 
 def _gigachat3_5(keys: ConfigKeys) -> Reading:
@@ -160,7 +156,7 @@ def _gigachat3_5(keys: ConfigKeys) -> Reading:
     latent = Latent(rank=keys.count("kv_lora_rank"), rope_dim=keys.count("qk_rope_head_dim", least=0))
     own(keys, "q_lora_rank", "qk_nope_head_dim", "v_head_dim", "qk_head_dim")
     state = _state(keys, _Heads(keys=None, values=None))
-    found = _placed(kinds, {FULL: latent, RECURRENT: state})
+    found = placed(kinds, {FULL: latent, RECURRENT: state})
     return reading(keys, found, max_context=longest(keys, default=4096), draft=[latent] * draft_count(keys))
 
 
@@ -177,14 +173,10 @@ def _jet_nemotron(keys: ConfigKeys) -> Reading:
     parts = keys.section("efficient_attention_config")
     jet, swa = parts.section("jet"), parts.section("swa")
     shape = heads_and_widths(keys, head_dim=None, kv_heads=None)
-    found: dict[str, Layer] = {
-        FULL: Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
-    }
+    found: dict[str, Layer] = {FULL: shape.attention()}
     if SLIDING in kinds:
         window = swa.count("window_size")
-        found[SLIDING] = Attention(
-            kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim, window=window
-        )
+        found[SLIDING] = shape.attention(window=window)
     if RECURRENT in kinds:
         heads, dim = jet.count("num_heads"), jet.count("head_dim")
         value_dim = int(dim * jet.number("expand_v", default=2.0, source="default of JetBlock"))
@@ -196,7 +188,7 @@ def _jet_nemotron(keys: ConfigKeys) -> Reading:
             state_elements=heads * dim * value_dim,
             state_codec=states.state_codec(keys),
         )
-    return reading(keys, _placed(kinds, found), max_context=longest(keys, default=None))
+    return reading(keys, placed(kinds, found), max_context=longest(keys, default=None))
 
 
 def _qwen4_exp(keys: ConfigKeys) -> Reading:
@@ -220,7 +212,7 @@ def _qwen4_exp(keys: ConfigKeys) -> Reading:
     if keys.get("indexer_n_heads") is not None:
         pool = keys.count("indexer_compress_ratio")
         indexer = Indexer(heads=keys.count("indexer_kv_heads"), dim=keys.count("indexer_head_dim"), pool=pool)
-    attention = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim, indexer=indexer)
+    attention = shape.attention(indexer=indexer)
     state = _state(keys, _Heads(keys=16, values=32))
     embedded = indices(keys, "ple_layer_ids", layers=layers, first=1) or set()
     found: list[Layer] = [attention if kind == FULL else state for kind in kinds]

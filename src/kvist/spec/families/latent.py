@@ -22,7 +22,7 @@ from kvist.spec.families.reading import (
     layer_types,
 )
 from kvist.spec.families.windows import hold_counts, rope_layers
-from kvist.spec.layers import Attention, Indexer, Latent, Layer, Parallel, Shared
+from kvist.spec.layers import Indexer, Latent, Layer, Parallel, Shared
 
 # What a file may print of a layer's latents without changing what is stored.
 _OWN = ("q_lora_rank", "qk_nope_head_dim", "v_head_dim", "qk_head_dim", "is_mla", "use_mla")
@@ -176,7 +176,7 @@ def _without_latents(keys: ConfigKeys) -> Reading:
         if keys.get(key):
             raise keys.unread(key, "the file has no kv_lora_rank, so that its layers are not latents")
     shape = heads_and_widths(keys, head_dim=None, kv_heads=None)
-    full = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
+    full = shape.attention()
     return finished(keys, [full] * shape.layers, draft=full)
 
 

@@ -44,7 +44,7 @@ def _minimax(keys: ConfigKeys) -> Reading:
     if keys.get("sliding_window") is not None:
         raise keys.unread("sliding_window", "no published model of the family has one; --assume sliding_window=null")
     shape = heads_and_widths(keys, head_dim=None, kv_heads=8)
-    attention = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
+    attention = shape.attention()
     codec = states.state_codec(keys)
     state = states.lightning(heads=keys.count("num_attention_heads"), dim=shape.head_dim, codec=codec)
     own(keys, prefixes=("linear_",))
@@ -85,7 +85,7 @@ def _bailing_linear(keys: ConfigKeys) -> Reading:
     layers = number_of_layers(keys)
     kinds = group_kinds(keys, layers)
     shape = heads_and_widths(keys, head_dim=None, kv_heads=4)
-    attention = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
+    attention = shape.attention()
     heads = keys.count("num_attention_heads")
     state = states.lightning(heads=heads, dim=shape.head_dim, codec=states.state_codec(keys))
     own(keys, prefixes=("linear_",))
@@ -109,7 +109,7 @@ def _minicpm_sala(keys: ConfigKeys) -> Reading:
             "sparse_config", "the compressed keys of its attention are not described; --assume sparse_config=null"
         )
     shape = heads_and_widths(keys, head_dim=None, kv_heads=None)
-    attention = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
+    attention = shape.attention()
     heads = keys.count("lightning_nh")
     if keys.count("lightning_nkv", default=heads, source="as many as lightning_nh") != heads:
         raise keys.unread("lightning_nkv", f"lightning_nh is {heads}: a state for each of either is not settled")

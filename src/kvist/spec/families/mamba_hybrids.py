@@ -36,8 +36,7 @@ def _layers(kinds: Sequence[str], *, attention: Layer, state: State) -> list[Lay
 
 
 def _attention(keys: ConfigKeys, *, kv_heads: int | None, head_dim: int | None = None) -> Attention:
-    shape = heads_and_widths(keys, head_dim=head_dim, kv_heads=kv_heads)
-    return Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
+    return heads_and_widths(keys, head_dim=head_dim, kv_heads=kv_heads).attention()
 
 
 def _jamba(keys: ConfigKeys) -> Reading:

@@ -13,6 +13,7 @@ from functools import partial
 from kvist.errors import UnsupportedModel
 from kvist.spec.config_keys import ConfigKeys
 from kvist.spec.families.reading import Reader, Reading
+from kvist.spec.foreign import refuse_foreign
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +171,8 @@ def read_inside(nesting: Nesting, keys: ConfigKeys, families: Mapping[str, Reade
         families: that it may be of; None for all.
 
     Raises:
-        UnsupportedModel: the part is of a family that is not read; names the key of its type.
+        UnsupportedModel: the part is of a family that is not read, or has a key that means another memory; names the
+            key.
         BadFile: the part is missing or of another kind.
     """
     from kvist.spec.families import FAMILIES
@@ -183,7 +185,9 @@ def read_inside(nesting: Nesting, keys: ConfigKeys, families: Mapping[str, Reade
             f"{keys.family} model has another there",
             key="model_type",
         )
-    return known[inner.family](inner)
+    reading = known[inner.family](inner)
+    refuse_foreign(inner)
+    return reading
 
 
 def _part(nesting: Nesting, keys: ConfigKeys) -> ConfigKeys:

@@ -33,7 +33,7 @@ def _gpt_neo(keys: ConfigKeys) -> Reading:
     all_heads(keys)
     shape = heads_and_widths(keys, head_dim=None, kv_heads=None)
     context_of(keys, default=2048)
-    full = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
+    full = shape.attention()
     window = keys.count("window_size", default=256, source=class_default(keys))
     meanings: dict[Any, Layer] = {"global": full, "local": replace(full, window=window)}
     kinds = keys.get("attention_layers")
@@ -103,7 +103,7 @@ def _step3p5(keys: ConfigKeys) -> Reading:
     keys.rename({"num_key_value_heads": ("num_attention_groups",)})
     shape = heads_and_widths(keys, head_dim=128, kv_heads=8)
     context_of(keys, "max_seq_len", default=128000)
-    full = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
+    full = shape.attention()
     drafts = draft_count(keys)
     listed = keys.get("layer_types")
     padded = isinstance(listed, list) and len(listed) == shape.layers + drafts
@@ -132,7 +132,7 @@ def _minimax_m3(keys: ConfigKeys) -> Reading:
     default = class_default(keys)
     shape = heads_and_widths(keys, head_dim=128, kv_heads=4)
     context_of(keys, default=524288)
-    full = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
+    full = shape.attention()
     sparse = keys.section("sparse_attention_config")
     if sparse.get("sparse_index_dim") is not None and keys.get("index_head_dim") is None:
         keys.settle("index_head_dim", sparse.count("sparse_index_dim"))

@@ -116,6 +116,11 @@ def split(layers: int, picked: Iterable[int], *, then: str = FULL, otherwise: st
     return [then if index in chosen else otherwise for index in range(layers)]
 
 
+def placed(kinds: Sequence[str], found: Mapping[str, Layer]) -> list[Layer]:
+    """Return the layer of each kind in its places."""
+    return [found[kind] for kind in kinds]
+
+
 def every(keys: ConfigKeys, name: str, *, layers: int, default: int | None) -> list[str]:
     """Return full attention in each last layer of ``name`` of them, recurrence in the others."""
     period = keys.count(name, default=default, most=_MOST_LAYERS, source=class_default(keys))

@@ -7,8 +7,9 @@ from typing import Any
 from kvist.errors import UnsupportedModel
 from kvist.spec.config_keys import ConfigKeys
 from kvist.spec.foreign import refuse_foreign
-from kvist.spec.layers import Attention, Layer
+from kvist.spec.layers import Attention, Indexer, Layer
 from kvist.spec.model import Assumption
+from kvist.units import counted
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
@@ -42,6 +43,12 @@ class Shape:
     layers: int
     kv_heads: int
     head_dim: int
+
+    def attention(self, *, window: int | None = None, indexer: Indexer | None = None) -> Attention:
+        """Return a layer of these heads, whose keys and values have one width."""
+        return Attention(
+            kv_heads=self.kv_heads, key_dim=self.head_dim, value_dim=self.head_dim, window=window, indexer=indexer
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +154,16 @@ def layer_types(keys: ConfigKeys, layers: int, kinds: Iterable[str] = (FULL, SLI
     return list(listed)
 
 
+def refuse_encoder(keys: ConfigKeys, *, causal: tuple[object, ...] = (None, False, "vision")) -> None:
+    """Refuse a model whose tokens see those behind them, and so keep nothing; those of one image may.
+
+    Raises:
+        UnsupportedModel: ``use_bidirectional_attention`` is not among ``causal``.
+    """
+    if keys.get("use_bidirectional_attention") not in causal:
+        raise keys.unread("use_bidirectional_attention", "an encoder keeps no cache")
+
+
 def only_full(keys: ConfigKeys, layers: int) -> None:
     """Refuse a published list that has windows, in a family that has none."""
     if keys.get("layer_types") is not None and SLIDING in layer_types(keys, layers):
@@ -161,7 +178,7 @@ def reading_of(keys: ConfigKeys, shape: Shape, kinds: list[str], window: int | N
     refuse_foreign(keys)
     keys.set("layer_types", kinds)
     keys.set("sliding_window", window)
-    full = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
+    full = shape.attention()
     limited = {FULL: full, SLIDING: replace(full, window=window)}
     return finished(keys, [limited[kind] for kind in kinds], draft=None if SLIDING in kinds else full)
 
@@ -176,7 +193,9 @@ def finished(keys: ConfigKeys, layers: Iterable[Layer], *, draft: Layer | None) 
     """
     drafted = draft_count(keys)
     if drafted and draft is None:
-        keys.note("draft_layers", None, f"{drafted} draft layers are published, but not of which kind; not counted")
+        keys.note(
+            "draft_layers", None, f"{counted(drafted, 'draft layer')} published, but not of which kind: not counted"
+        )
     return Reading(
         layers=tuple(layers),
         max_context=keys.count("max_position_embeddings"),

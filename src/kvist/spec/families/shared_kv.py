@@ -15,6 +15,7 @@ from kvist.spec.families.reading import (
     finished,
     heads_and_widths,
     per_layer,
+    refuse_encoder,
 )
 from kvist.spec.families.windows import full_every, kinds_of
 from kvist.spec.layers import Attention, Layer, Shared
@@ -50,14 +51,13 @@ def _gemma(family: Gemma, keys: ConfigKeys) -> Reading:
     stored beside keys although they are equal. Its last layer is always full. Source: Gemma3nTextConfig and
     Gemma4TextConfig of transformers.
     """
-    if keys.get("use_bidirectional_attention") not in (None, False, "vision"):
-        raise keys.unread("use_bidirectional_attention", "an encoder keeps no cache")
+    refuse_encoder(keys)
     shape = heads_and_widths(keys, head_dim=256, kv_heads=family.kv_heads, heads=8, size=family.size)
     context_of(keys, default=family.context)
     default = class_default(keys)
     kinds = kinds_of(keys, shape.layers, full_every(family.period), window=family.window)
     window = keys.count("sliding_window", default=family.window, source=default)
-    full = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
+    full = shape.attention()
     sliding = replace(full, window=window)
     if family.wide is not None:
         kinds[-1] = FULL
@@ -95,7 +95,7 @@ def _hunyuan(keys: ConfigKeys) -> Reading:
     keys.rename({"head_dim": ("attention_head_dim",)})
     shape = heads_and_widths(keys, head_dim=None, kv_heads=None, size=Size(layers=32, heads=32, hidden=4096))
     context_of(keys, default=2048)
-    full = Attention(kv_heads=shape.kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)
+    full = shape.attention()
     group = keys.count("cla_share_factor") if keys.flag("use_cla", default=False) else 1
     keys.get("cla_share_factor")
     layers = [Shared(source=index - index % group) if index % group else full for index in range(shape.layers)]
