@@ -3,7 +3,9 @@
 import gzip
 import io
 import json
+import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -449,6 +451,11 @@ def test_any_figures_are_answered(wordings: list[str], numbers: list[str]) -> No
         lambda text: ("x" * 3_000_000 + text).encode(),
         lambda text: text.replace("\n", " ").encode(),
         lambda text: json.dumps({"log": text}).encode(),
+        lambda text: "\n".join(
+            f"vllm-1  | \x1b[0;36m(EngineCore pid=7)\x1b[0;0m INFO {line}" for line in text.splitlines()
+        ).encode(),
+        lambda text: json.dumps({"log": text.replace(": ", ": \x1b[1;32m").replace(" G", "\x1b[0m G")}).encode(),
+        lambda text: text.replace(" KV cache", " \x1b[1mKV\x1b[0m cache").encode(),
     ],
 )
 def test_a_log_of_any_form(write: Callable[[str], bytes]) -> None:
@@ -508,6 +515,59 @@ def test_rounding() -> None:
     assert [one.difference(size) for size in (MIB, MIB + 5242, MIB - 5242)] == [0, 0, 0]
     assert one.difference(MIB - 6000) == 6000
     assert Rounded.exactly(7).difference(8) == -1
+
+
+def test_a_start_after_one_that_failed() -> None:
+    """What a server said before it was started again is not held against the next start."""
+    failed = (
+        "vLLM API server version 0.32.0\nnon-default args: {'model': 'a', 'block_size': 32, 'kv_cache_dtype': 'fp8'}\n"
+        "LLM engine (v0.32.0) with config: model='a', dtype=torch.bfloat16, tensor_parallel_size=2\n"
+        "Available KV cache memory: 1.00 GiB\ntorch.OutOfMemoryError: CUDA out of memory\n"
+    )
+    again = (
+        "vLLM API server version 0.32.0\nnon-default args: {'model': 'a', 'max_model_len': 16384}\n"
+        "LLM engine (v0.32.0) with config: model='a', dtype=torch.bfloat16, tensor_parallel_size=1\n"
+        + NEW.format("GPU", 32768, 16384, 2.0)
+    )
+    made = check(failed + again, LLAMA_8B)
+    assert (made.agrees, "block_size" in made.found["settings"]) == (True, False)
+    first = "server_args=ServerArgs(model_path='a', tp_size=8, page_size=64)\n[TP7] Load weight end.\nKilled\n"
+    second = (
+        "server_args=ServerArgs(model_path='a', tp_size=4, page_size=1)\n"
+        "[TP0] KV Cache is allocated. #tokens: 367404, K size: 8.23 GB, V size: 8.23 GB\n"
+    )
+    assert check(first + second, QWEN3_235B).agrees
+    # The server is told to stop and started again: the first start is what counts
+    assert check(again + "\nINFO: Shutting down\n" + failed, LLAMA_8B).agrees
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        "LLM engine (v0.32.0) with config: model='Qwen/Qwen3-14B', speculative_config=None, dtype=torch.bfloat16\n"
+        + NEW.format("GPU", 60000, 8192, 7.32),
+        "server_args=ServerArgs(model_path='/hub/models--Qwen--Qwen3-14B/snapshots/0a1b', tp_size=1)\n"
+        "KV Cache is allocated. #tokens: 1000, K size: 9.00 GB, V size: 9.00 GB\n",
+        "llama_model_loader: loaded meta data with 28 key-value pairs and 443 tensors from C:\\models\\Qwen3-14B.gguf "
+        "(version GGUF V3 (latest))\n"
+        "llama_kv_cache: size = 9.00 MiB ( 4096 cells, 40 layers, 1/1 seqs), K (f16): 4.50 MiB, V (f16): 4.50 MiB\n",
+    ],
+    ids=["vllm", "sglang", "llama.cpp"],
+)
+def test_a_log_of_another_model(log: str) -> None:
+    hint = "another model: the log is of Qwen3-14B, the plan of llama-3-8b, which may be the difference"
+    made = check(log, replace(LLAMA_8B, name="llama-3-8b"))
+    assert (made.found["model"], made.agrees, made.explained_by[-1]) == ("Qwen3-14B", False, hint)
+    for name in ("qwen3-14b", "Qwen3-14B-AWQ", "models/qwen3_14b"):
+        assert hint[:14] not in " ".join(check(log, replace(LLAMA_8B, name=name)).explained_by)
+
+
+def test_a_torn_log_says_what_is_before_the_tear() -> None:
+    noise = random.Random(0).randbytes(3_000_000)
+    torn = gzip.compress(START.encode() + b"\n" + noise)[:-100_000]
+    assert check(torn, QWEN3_14B).agrees
+    with pytest.raises(BadFile, match="end-of-stream"):
+        check(gzip.compress(noise)[:-100_000], QWEN3_14B)
 
 
 # --------------------------------------------------------------------------------------------------- the command

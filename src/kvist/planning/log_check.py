@@ -63,12 +63,17 @@ def check_log(
     of_vllm, of_sglang, of_llama = vllm.VllmLog(), sglang.SglangLog(), llama_cpp.LlamaLog()
     logs = (of_vllm, of_sglang, of_llama)
     ready = tuple(word.decode() for word in _READY)
-    for line in lines_with(stream, (*_WORDS, *_READY), source=source):
-        if any(log.has_figure for log in logs) and any(word in line for word in ready):
-            break
-        goes_on = [log.see(line) for log in logs]
-        if not all(goes_on):
-            break
+    try:
+        for line in lines_with(stream, (*_WORDS, *_READY), source=source):
+            if any(log.has_figure for log in logs) and any(word in line for word in ready):
+                break
+            goes_on = [log.see(line) for log in logs]
+            if not all(goes_on):
+                break
+    except BadFile:
+        # What a torn log says before it is torn stands.
+        if not any(log.has_figure for log in logs):
+            raise
     if of_vllm.has_figure:
         return vllm.hold(of_vllm, spec, given)
     if of_sglang.has_figure:

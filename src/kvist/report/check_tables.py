@@ -19,6 +19,7 @@ def print_check(check: LogCheck) -> None:
     verdict = "agree" if check.agrees else f"differ by {_difference(check.difference_bytes)}"
     print_facts(
         [
+            *([("model in the log", check.found["model"])] if "model" in check.found else []),
             *([("settings", settings)] if settings else []),
             ("log and plan", verdict),
             *(("explained by", effect) for effect in check.explained_by),
@@ -38,7 +39,7 @@ def _difference(size: int) -> str:
 
 def _flat(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Figures by name; those of several caches under the names of their caches."""
-    flat = {key: value for key, value in figures.items() if key not in ("settings", "caches")}
+    flat = {key: value for key, value in figures.items() if key not in ("model", "settings", "caches")}
     for index, cache in enumerate(figures.get("caches", ())):
         for key in ("cells", "key_bytes", "value_bytes"):
             flat[f"cache_{index + 1}_{key}"] = cache[key]

@@ -1,7 +1,7 @@
 """What a log says and what is made of it, in the same shape for all engines."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -75,6 +75,22 @@ class LogCheck:
             "difference_bytes": self.difference_bytes,
             "explained_by": list(self.explained_by),
         }
+
+
+def named_model(path: str) -> str:
+    """The name in a path, a hub id or a file: its last part, of a directory in the hub's cache the model's."""
+    if found := re.search(r"models--[^/\\]{1,96}--([^/\\]{1,96})", path):
+        return found[1]
+    return re.split(r"[/\\]", path.rstrip("/\\"))[-1].removesuffix(".gguf")
+
+
+def other_model(said: str | None, name: str) -> Iterator[str]:
+    """The hint that a log is of another model than the plan, where their names do not go together."""
+    if said is None:
+        return
+    one, other = (re.sub(r"[^a-z0-9]", "", each.lower()) for each in (said, named_model(name)))
+    if one and other and one not in other and other not in one:
+        yield f"another model: the log is of {said}, the plan of {name}, which may be the difference"
 
 
 def value_of(line: str, key: str) -> str | None:

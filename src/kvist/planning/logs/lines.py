@@ -16,7 +16,8 @@ _CHUNK = 2**20
 _LINE = 2**16
 # What neighbouring pieces of an endless line share, so that no figure is cut.
 _OVERLAP = 2**10
-_COLOURS = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
+# As a terminal has them, and as they are escaped in logs that are JSON.
+_COLOURS = re.compile(rb"(?:\x1b|\\u001b|\\x1b|\\033)\[[0-9;]{0,20}[A-Za-z]")
 _ENDS = re.compile(rb"[\r\n]+")
 
 
@@ -75,10 +76,11 @@ def _reader(stream: IO[bytes]) -> Callable[[int], bytes]:
 
 
 def _wanted(text: bytes, words: Sequence[bytes]) -> Iterator[str]:
+    text = _COLOURS.sub(b"", text)
     if not any(word in text for word in words):
         return
     for line in _ENDS.split(text):
         for start in range(0, max(len(line) - _OVERLAP, 1), _LINE - _OVERLAP):
             piece = line[start : start + _LINE]
             if any(word in piece for word in words):
-                yield _COLOURS.sub(b"", piece).decode("utf-8", "replace")
+                yield piece.decode("utf-8", "replace")

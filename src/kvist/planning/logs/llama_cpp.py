@@ -12,13 +12,13 @@ from kvist.errors import InputError, UnsupportedModel
 from kvist.planning.engines.llama_cells import PAD, LlamaContext, context_of
 from kvist.planning.engines.llama_cpp import SETTINGS, resolve
 from kvist.planning.engines.settings import read_settings
-from kvist.planning.logs.figures import MIB, NUMBER, WHOLE, LogCheck, Rounded
+from kvist.planning.logs.figures import MIB, NUMBER, WHOLE, LogCheck, Rounded, named_model, other_model
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
 
 WORDS = (
     b"llama_context:", b"llama_new_context_with_model:", b"llama_init_from_model:", b"llama_kv_cache",
-    b"llama_memory_recurrent", b"KV self size",
+    b"llama_memory_recurrent", b"KV self size", b"loaded meta data with",
 )  # fmt: skip
 READY = b"server is listening"
 
@@ -26,6 +26,7 @@ _SETTING = re.compile(
     r"llama_[a-z_]{1,40}: {1,20}(n_ctx|n_seq_max|n_ubatch|n_batch|kv_unified|flash_attn) {1,40}= {1,20}([a-z0-9]{1,15})"
 )
 _FLASH = re.compile(r"Flash Attention was auto, set to (enabled|disabled)")
+_MODEL = re.compile(r"loaded meta data with .{1,80} tensors from (.{1,300}?) \(version")
 _CACHE = re.compile(
     rf"size = {{0,9}}{NUMBER} MiB \( {{0,9}}{WHOLE} cells, {{0,9}}{WHOLE} layers, {{0,9}}{WHOLE}(?:/ {{0,9}}{WHOLE})? "
     rf"seqs[^)]{{0,40}}\), ([KR]) \(([a-z0-9_]{{1,9}})\): {{0,9}}{NUMBER} MiB"
@@ -55,10 +56,12 @@ class LlamaLog:
     Attributes:
         settings: of :data:`kvist.planning.engines.llama_cpp.SETTINGS`.
         caches: as printed.
+        model: the name of its file.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
     caches: list[_Cache] = field(default_factory=list)
+    model: str | None = None
 
     engine = "llama.cpp"
 
@@ -69,6 +72,8 @@ class LlamaLog:
 
     def see(self, line: str) -> bool:
         """Take what a line says; False where another context begins, such as a draft model's, which is not read."""
+        if (found := _MODEL.search(line)) and not self.caches:
+            self.model = named_model(found[1])
         if found := _SETTING.search(line):
             if self.caches:
                 return False
@@ -132,6 +137,7 @@ def hold(log: LlamaLog, spec: ModelSpec, given: Mapping[str, Any]) -> LogCheck:
     return LogCheck(
         engine="llama.cpp",
         found={
+            **({} if log.model is None else {"model": log.model}),
             "caches": [
                 {"cells": cache.cells, "key_bytes": cache.key.value, "value_bytes": cache.value.value}
                 for cache in log.caches
@@ -153,7 +159,9 @@ def hold(log: LlamaLog, spec: ModelSpec, given: Mapping[str, Any]) -> LogCheck:
         },
         agrees=held.agrees,
         difference_bytes=held.difference,
-        explained_by=() if held.agrees else tuple(_explained(log, spec, settings, held)),
+        explained_by=()
+        if held.agrees
+        else (*_explained(log, spec, settings, held), *other_model(log.model, spec.name)),
     )
 
 

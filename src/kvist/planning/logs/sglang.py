@@ -12,7 +12,7 @@ from kvist.errors import BadFile, InputError, UnsupportedModel
 from kvist.planning.engines.account import EngineBudget
 from kvist.planning.engines.settings import read_settings
 from kvist.planning.engines.sglang import SETTINGS, SglangPools, pools_of
-from kvist.planning.logs.figures import GIB, NUMBER, WHOLE, LogCheck, Rounded, value_of
+from kvist.planning.logs.figures import GIB, NUMBER, WHOLE, LogCheck, Rounded, named_model, other_model, value_of
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Attention
 from kvist.spec.model import ModelSpec
@@ -35,6 +35,7 @@ _STATES = re.compile(
 _WINDOWS = re.compile(rf"full_layer_tokens={WHOLE}, swa_layer_tokens={WHOLE}")
 _TOTAL = re.compile(rf"\bmax_total_num_tokens={WHOLE}")
 _DTYPE = re.compile(r"Using KV cache dtype: ([a-z0-9_.]{1,40})")
+_MODEL = re.compile(r"model_path=['\"]([^'\"]{1,300})['\"]")
 _DTYPES = {
     "torch.bfloat16": "bfloat16",
     "torch.float16": "float16",
@@ -69,7 +70,8 @@ class SglangLog:
         windows: tokens of the windows' pool.
         total: ``max_total_num_tokens``.
         ranks: seen in the lines' prefixes.
-        drafts: weights were loaded twice, the second time of a draft model.
+        model: its name.
+        loads: how often weights were loaded; the second time those of a draft model.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -78,6 +80,7 @@ class SglangLog:
     windows: int | None = None
     total: int | None = None
     ranks: set[int] = field(default_factory=set)
+    model: str | None = None
     loads: int = 0
     _rank: str | None = None
 
@@ -90,12 +93,18 @@ class SglangLog:
 
     def see(self, line: str) -> bool:
         """Take what a line says; False where another start begins, which is not read."""
+        if "server_args=" in line:
+            if self.has_figure:
+                return False
+            # An earlier start that did not come to its cache says nothing of this one.
+            self.settings.clear()
+            self.ranks.clear()
+            self.loads = 0
+            self.model = named_model(found[1]) if (found := _MODEL.search(line)) else None
         rank = found[1] if (found := _RANK.search(line)) else None
         if rank is not None:
             self.ranks.add(int(rank))
         if "server_args" in line:
-            if self.pools:
-                return False
             for key in SETTINGS:
                 if key not in _RESULTS and (value := value_of(line, key)) is not None:
                     self.settings[key] = value
@@ -162,6 +171,7 @@ def hold(log: SglangLog, spec: ModelSpec, given: Mapping[str, Any]) -> LogCheck:
         settings.setdefault("tp_size", max(log.ranks) + 1)
     held = _held(log, spec, settings)
     found: dict[str, Any] = {
+        "model": log.model,
         "cache_tokens": log.pools[0].tokens if log.pools else log.total,
         "window_tokens": log.windows,
         "max_mamba_cache_size": None if log.states is None else log.states[0],
@@ -175,7 +185,9 @@ def hold(log: SglangLog, spec: ModelSpec, given: Mapping[str, Any]) -> LogCheck:
         planned=held.planned,
         agrees=held.agrees,
         difference_bytes=held.difference,
-        explained_by=() if held.agrees else tuple(_explained(log, spec, settings, held)),
+        explained_by=()
+        if held.agrees
+        else (*_explained(log, spec, settings, held), *other_model(log.model, spec.name)),
     )
 
 

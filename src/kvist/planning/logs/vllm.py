@@ -13,7 +13,18 @@ from kvist.planning.engines.account import EngineBudget
 from kvist.planning.engines.settings import read_settings
 from kvist.planning.engines.vllm import VllmPool, pool_of
 from kvist.planning.engines.vllm_settings import SETTINGS
-from kvist.planning.logs.figures import COUNT, GIB, NUMBER, WHOLE, LogCheck, Rounded, count_of, value_of
+from kvist.planning.logs.figures import (
+    COUNT,
+    GIB,
+    NUMBER,
+    WHOLE,
+    LogCheck,
+    Rounded,
+    count_of,
+    named_model,
+    other_model,
+    value_of,
+)
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Latent, State
 from kvist.spec.model import ModelSpec
@@ -42,6 +53,7 @@ _AVAILABLE = re.compile(rf"available KV cache memory \({NUMBER} GiB\)")
 _ESTIMATE = re.compile(rf"estimated maximum model length is {WHOLE}")
 _STORED = re.compile(rf"max seq len \({WHOLE}\) is larger than .{{0,80}}stored in KV cache \({WHOLE}\)")
 _ALIGNED = re.compile(rf"Setting attention block size to {WHOLE} tokens")
+_MODEL = re.compile(r"(?<![A-Za-z_])model(?:_tag)?['\"]?[=:] ?['\"]([^'\"]{1,300})['\"]")
 _BACKEND = re.compile(r"Using ([A-Za-z_]{0,40}[ _]?MLA[A-Z_]{0,40})(?: attention)? backend")
 # Settings by the names under which the log has them.
 _KEYS = {
@@ -65,6 +77,7 @@ class VllmLog:
 
     Attributes:
         version: as printed.
+        model: its name.
         settings: of :data:`kvist.planning.engines.vllm.SETTINGS`.
         memory: for the cache, of each rank that says so.
         blocks: of the pool, where old versions print them.
@@ -77,9 +90,11 @@ class VllmLog:
         estimate: the longest sequence, as the refusal says.
         aligned: tokens of a block after alignment with states.
         drafts: there is a draft model.
+        engine_seen: the engine of this start has said its configuration.
     """
 
     version: str | None = None
+    model: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     memory: list[str] = field(default_factory=list)
     blocks: int | None = None
@@ -92,6 +107,7 @@ class VllmLog:
     estimate: int | None = None
     aligned: int | None = None
     drafts: bool = False
+    engine_seen: bool = False
 
     engine = "vllm"
 
@@ -105,6 +121,12 @@ class VllmLog:
         if found := _START.search(line):
             if self.has_figure:
                 return False
+            if found[1] and self.engine_seen:
+                # An earlier start that did not come to its cache says nothing of this one.
+                self.settings.clear()
+                self.memory.clear()
+                self.aligned, self.drafts, self.engine_seen = None, False, False
+            self.engine_seen |= found[2] is not None
             self.version = found[1] or found[2]
             # Its command line comes next, or the class has none.
             self.settings.setdefault("usage", "server" if found[1] else "offline")
@@ -125,6 +147,8 @@ class VllmLog:
                 self.settings[setting] = value.removeprefix("AttentionBackendEnum.")
         if (dtype := (value_of(line, "dtype") or "").removeprefix("torch.")) in _DTYPES:
             self.settings["dtype"] = _DTYPES[dtype]
+        if found := _MODEL.search(line):
+            self.model = named_model(found[1])
         self.drafts |= value_of(line, "speculative_config") is not None or "'speculative_config': {" in line
 
     def _figures(self, line: str) -> None:
@@ -184,13 +208,16 @@ def hold(log: VllmLog, spec: ModelSpec, given: Mapping[str, Any]) -> LogCheck:
         planned=held.planned,
         agrees=held.agrees,
         difference_bytes=held.difference,
-        explained_by=() if held.agrees else tuple(_explained(log, spec, settings, held)),
+        explained_by=()
+        if held.agrees
+        else (*_explained(log, spec, settings, held), *other_model(log.model, spec.name)),
     )
 
 
 def _found(log: VllmLog, settings: Mapping[str, Any], memory: Rounded | None) -> dict[str, Any]:
     every = {
         "version": log.version,
+        "model": log.model,
         "cache_tokens": min(log.tokens, default=None),
         "max_concurrency": None if log.concurrency is None else float(log.concurrency),
         "num_blocks": log.blocks,
