@@ -231,7 +231,7 @@ def test_a_pipeline_holds_what_its_worst_stage_does() -> None:
         ({"gpu": "H100", "tp": 3}, "tp: 3 ranks cannot share the 32 query heads of model; 1, 2, 4, 8, 16, 32 can"),
         ({"gpu": "H100", "tp": 0}, "tp: 0; a whole number from 1 to 1024"),
         ({"gpu": "H100", "pp": 33}, "pp: 33 stages for 32 layers; at most one stage a layer"),
-        ({"gpu": "H100x6", "tp": 4}, "gpu: 6 devices are no multiple of 4 ranks x 1 stages; name 4 or a multiple"),
+        ({"gpu": "H100x6", "tp": 4}, "gpu: 6 devices cannot be shared by 4 ranks x 1 stage; name 4 or a multiple"),
         ({"gpu": "H100", "cache_memory": "1GiB"}, "`gpu` and `cache_memory` are both given"),
         ({"cache_memory": "1GiB", "overhead": "1GiB"}, "`overhead` and `cache_memory` are both given"),
         ({"gpu": "Apple M3 Max"}, "the memory of Apple M3 Max is shared with its CPU.*`memory`"),
@@ -266,7 +266,7 @@ def test_what_does_not_fit_shows_the_sum_and_what_would() -> None:
     )
     with pytest.raises(DoesNotFit, match=says):
         kvist.plan(spec, gpu="H100")
-    says = r"500 users x 8192 tokens need 640 MiB of blocks each on every device of 4 x H100 .* holds \d+; \d+ x H100"
+    says = r"500 users x 8,192 tokens need 640 MiB of blocks each on every device of 4 x H100 .* holds \d+; \d+ x H100"
     with pytest.raises(DoesNotFit, match=says):
         kvist.plan(spec, gpu="H100x4", users=500)
 
@@ -295,7 +295,7 @@ def test_the_question_turned_round_is_answered_by_devices_that_do_hold_the_users
 
 
 def test_users_that_no_set_holds_are_refused_with_the_sum() -> None:
-    with pytest.raises(DoesNotFit, match=r"1000000 users x 8192 tokens need .* of weights on each of 64 devices"):
+    with pytest.raises(DoesNotFit, match=r"1,000,000 users x 8,192 tokens need .* of weights on each of 64 devices"):
         kvist.plan(read(LLAMA_70B), users=10**6, context="8k")
 
 

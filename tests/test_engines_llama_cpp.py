@@ -169,7 +169,7 @@ def test_a_memory_is_given_to_streams() -> None:
     assert (account.max_concurrency, account.cache_tokens) == (11.0, 11 * 4096)
     assert account.allocated_bytes == 11 * 90 * MIB
     assert account.start("m.gguf").startswith("llama-server -m m.gguf --ctx-size 45056 --parallel 11 --no-kv-unified")
-    with pytest.raises(DoesNotFit, match="1 sequences in 4,096 cells need 90 MiB; there are 89 MiB"):
+    with pytest.raises(DoesNotFit, match="1 sequence of 4,096 cells in all: 90 MiB; there are 89 MiB"):
         engine_account(spec, BF16, engine="llama.cpp", budget=EngineBudget(cache=89 * MIB), context=4000, settings={})
     with pytest.raises(InputError, match="needs a length or a memory"):
         engine_account(spec, BF16, engine="llama.cpp", budget=EngineBudget(), context=4000, settings={})

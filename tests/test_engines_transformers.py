@@ -192,7 +192,7 @@ def test_a_memory_is_given_to_a_batch() -> None:
         spec, BF16, engine="transformers", budget=EngineBudget(cache=10 * one - 1), context=1000, settings={}
     )
     assert (account.max_concurrency, account.sequence_bytes, account.allocated_bytes) == (9.0, one, 9 * one)
-    with pytest.raises(DoesNotFit, match=r"10 sequences of 1,000 tokens need"):
+    with pytest.raises(DoesNotFit, match=r"10 sequences of 1,000 tokens: "):
         engine_account(
             spec, BF16, engine="transformers", budget=EngineBudget(cache=10 * one - 1), context=1000,
             settings={"batch_size": "10"},

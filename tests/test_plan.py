@@ -102,7 +102,7 @@ def test_memory_pays_for_the_weights_first() -> None:
 
 def test_users_that_do_not_fit_are_refused_with_the_sum() -> None:
     kvist.plan("gemma-3-270m", cache_memory="1GiB", users=32)
-    says = r"33 users x 8192 tokens need 1\.023 GiB of blocks \(31\.73 MiB each\); the cache of 1 GiB holds 32"
+    says = r"33 users x 8,192 tokens need 1\.023 GiB of blocks \(31\.73 MiB each\); the cache of 1 GiB holds 32"
     with pytest.raises(DoesNotFit, match=says):
         kvist.plan("gemma-3-270m", cache_memory="1GiB", users=33)
 
@@ -127,7 +127,7 @@ def test_default_lengths_are_those_that_the_model_allows() -> None:
         ({"engine": "kvist"}, "engine: kvist needs a memory"),
         ({"engine": "tgi", "cache_memory": 1}, "engine: 'tgi' is not accounted for; choose one of kvist, vllm"),
         ({"users": 0, "cache_memory": "1GiB"}, "users: 0; a whole number from 1 to"),
-        ({"context": 8193, "cache_memory": "1GiB"}, "context: 8193 tokens; smollm2-135m allows 1 to 8192"),
+        ({"context": 8193, "cache_memory": "1GiB"}, "context: 8,193 tokens; smollm2-135m allows 1 to 8,192"),
         ({"context": 0, "cache_memory": "1GiB"}, "context: 0"),
         ({"block_tokens": 0, "cache_memory": "1GiB"}, "block_tokens: 0"),
         ({"block_tokens": "16", "cache_memory": "1GiB"}, "block_tokens: '16'; a whole number from 1 to"),

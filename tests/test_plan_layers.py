@@ -28,6 +28,7 @@ from kvist.spec.layers import (
     State,
 )  # fmt: skip
 from kvist.spec.model import ModelSpec
+from kvist.units import counted
 
 FORMATS = [CacheFormat(), CacheFormat(key="int8", value="int4"), CacheFormat(key="fp8", value="f32")]
 OWN = Attention(kv_heads=2, key_dim=64, value_dim=64)
@@ -133,7 +134,7 @@ def test_the_formulas_of_every_kind_come_out(fmt: CacheFormat) -> None:
 def test_explained_sums_are_the_planned_ones(spec: ModelSpec, fmt: CacheFormat, tokens: int) -> None:
     rows = {row.what: row for row in explain(kvist.plan(spec, format=fmt, tokens=tokens))}
     assert rows["append, bytes a token"].value == spec.append_bytes_per_token(fmt)
-    sequence = rows[f"sequence of {tokens:,} tokens"]
+    sequence = rows[f"sequence of {counted(tokens, 'token')}"]
     assert sequence.value == spec.sequence_bytes(tokens, fmt)
     for row in rows.values():
         if re.search(r"layers? x", row.formula):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvist.errors import InputError
-from kvist.units import format_size, parse_size, parse_tokens
+from kvist.units import counted, format_size, parse_size, parse_tokens
 
 
 @pytest.mark.parametrize(
@@ -91,3 +91,7 @@ def test_numbers_that_python_will_not_print_are_refused_too() -> None:
         parse_tokens(-(10**5000))
     with pytest.raises(InputError, match="is not a whole number"):
         parse_size("0." + "1" * 5000)
+
+
+def test_counted_things() -> None:
+    assert [counted(count, "user") for count in (0, 1, 2, 2000)] == ["0 users", "1 user", "2 users", "2,000 users"]

@@ -16,7 +16,8 @@ from kvist.cache.layout import ArenaLayout
 from kvist.cli import main
 from kvist.errors import BadFile, DoesNotFit, InputError
 from kvist.planning.lengths import Lengths, Request, read_lengths
-from kvist.planning.workload import Mix, Moments, mix_least, mix_users, prices
+from kvist.planning.mix import Mix, Moments
+from kvist.planning.workload import mix_least, mix_users, prices
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Attention
 from kvist.spec.model import ModelSpec
@@ -84,7 +85,7 @@ def test_lengths_are_read_from_what_people_have(text: str, requests: list[Any], 
         ("12\nnan\n", "line 2 has a length of 'nan'"),
         ("a,b\n1,2\n", r"line 1 names no lengths \(a, b\); write a column length, or prompt_tokens and output_tokens"),
         ("1,2,3\n", "line 1 has 3 numbers and no head says which are lengths"),
-        ("prompt_tokens,output_tokens\n5\n", "line 2 has 1 columns; one is missing"),
+        ("prompt_tokens,output_tokens\n5\n", "line 2 has 1 column; one is missing"),
         ('{"a": 1}\n', "line 1 names no length"),
         ('{"length": true}\n', "line 1 has a length of 'True'"),
         ('{"length": 5}\n{"length"\n', "line 2 is not JSON"),
@@ -313,10 +314,10 @@ def test_real_traces_order_slab_paged_and_shared(name: str, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        ({"context": 50}, InputError, r"lengths: all 2 sequences of .* longer than 50 tokens \(the shortest has 60\)"),
+        ({"context": 50}, InputError, r"lengths: no sequence of .* is within 50 tokens \(the shortest has 60\)"),
         ({"shared_prefix": 90}, InputError, r"shared_prefix: 90 tokens; no prompt of .* longer \(the longest has 80\)"),
         ({"shared_prefix": -1}, InputError, "shared_prefix: -1 is negative"),
-        ({"users": 10**6}, DoesNotFit, r"1000000 users x 70 tokens need .*; a cache of 1 MiB holds \d+ 99 % of"),
+        ({"users": 10**6}, DoesNotFit, r"1,000,000 users x 70 tokens need .*; a cache of 1 MiB holds \d+ 99 % of"),
     ],
 )  # fmt: skip
 def test_wrong_calls_name_key_value_and_remedy(
@@ -330,6 +331,9 @@ def test_wrong_calls_name_key_value_and_remedy(
 def test_what_is_too_long_is_left_out_and_said(tmp_path: Path) -> None:
     path = written(tmp_path, "prompt_tokens,output_tokens\n80,9\n600,9\n0,0\n")
     plan = kvist.plan(model(), cache_memory="1MiB", lengths=path, context=100)
-    assert [note.partition(" of ")[0] for note in plan.notes] == ["1", "1 requests"]
+    assert [note.partition(" of ")[0] for note in plan.notes] == [
+        "left out as longer than 100 tokens: 1",
+        "left out as empty: 1 request",
+    ]
     with pytest.raises(InputError, match=r"lengths: .* needs a memory to count in; add `gpu`, `memory`"):
         kvist.plan(model(), lengths=path)

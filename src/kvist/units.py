@@ -99,6 +99,11 @@ def _short(value: object) -> str:
     return shown if len(shown) <= 40 else f"{shown[:36]}…"
 
 
+def counted(count: int, noun: str) -> str:
+    """Print how many of something there are: ``1 user``, ``2,000 users``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def format_size(count: float) -> str:
     """Print bytes with the binary unit that leaves one to four digits before the point: ``22.5 KiB``."""
     value = float(count)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvist.cache.groups import Group
 from kvist.errors import DoesNotFit
-from kvist.units import format_size
+from kvist.units import counted, format_size
 
 _MAX_LARGEST_BLOCKS_PER_SLAB = 16
 _ACCEPTED_TAIL = 0.01
@@ -49,8 +49,8 @@ class ArenaLayout:
         num_slabs = memory_bytes // slab
         if num_slabs < len(sizes):
             raise DoesNotFit(
-                f"memory: {format_size(memory_bytes)} holds {num_slabs} slabs of {format_size(slab)}, and each of the "
-                f"{len(sizes)} layer groups needs one: at least {format_size(len(sizes) * slab)}"
+                f"memory: {format_size(memory_bytes)} holds {counted(num_slabs, 'slab')} of {format_size(slab)}, one "
+                f"for each of {counted(len(sizes), 'layer group')} is needed: at least {format_size(len(sizes) * slab)}"
             )
         return cls(
             total_bytes=num_slabs * slab,

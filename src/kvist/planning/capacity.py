@@ -12,7 +12,7 @@ from kvist.errors import DoesNotFit, InputError
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Cross
 from kvist.spec.model import ModelSpec
-from kvist.units import format_size
+from kvist.units import counted, format_size
 
 DEFAULT_CHUNK = 1024
 """Most prompt tokens of a step, unless it is said. On CPUs more fill prompts no faster, and whoever decodes beside
@@ -65,7 +65,7 @@ class Capacity:
         if users > self.users_paged:
             needed = self.layout.slabs_for([users * count for count in self.sequence_blocks]) * self.layout.slab_bytes
             raise DoesNotFit(
-                f"{users} users x {self.context} tokens need {format_size(needed)} of blocks "
+                f"{counted(users, 'user')} x {counted(self.context, 'token')} need {format_size(needed)} of blocks "
                 f"({format_size(self.sequence_allocated)} each); the cache of {format_size(self.cache_bytes)} "
                 f"holds {self.users_paged}"
             )

@@ -26,7 +26,7 @@ from kvist.planning.weights import Weights
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
 from kvist.spec.parameters import Inventory
-from kvist.units import format_size
+from kvist.units import counted, format_size
 
 _GIB = 2**30
 
@@ -320,7 +320,10 @@ def activations_of(inventory: Inventory, part: LayerRange, tp: int, *, chunk: in
     return Cost(
         what="activations",
         size=chunk * width * (2 * hidden + widest),
-        formula=f"{chunk:,} tokens x {width} B x (2 x {hidden:,} + {widest:,} of the widest block, {block or 'none'})",
+        formula=(
+            f"{counted(chunk, 'token')} x {width} B x "
+            f"(2 x {hidden:,} + {widest:,} of the widest block, {block or 'none'})"
+        ),
         source="shapes; the peak of a step, within 6 % of start-up logs of vLLM",
     )
 
@@ -340,7 +343,7 @@ def sampling_cost(stage: Stage, sequences: int) -> Cost:
     return Cost(
         what="sampling",
         size=sequences * stage.sampled,
-        formula=f"{sequences} sequences x {logits:,} logits x 4 B x {_LOGIT_COPIES} copies",
+        formula=f"{counted(sequences, 'sequence')} x {logits:,} logits x 4 B x {_LOGIT_COPIES} copies",
         source="peaks of sampling in start-up logs of vLLM",
     )
 

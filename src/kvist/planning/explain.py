@@ -8,6 +8,7 @@ from kvist.planning.explain_layers import config_keys, explain_vectors, terms_of
 from kvist.planning.explained import Explained
 from kvist.planning.plan import Plan
 from kvist.planning.weights import weights_of
+from kvist.units import counted
 
 
 def explain(plan: Plan) -> list[Explained]:
@@ -79,7 +80,7 @@ def _sequences(plan: Plan) -> Iterator[Explained]:
     for tokens, size in plan.sequence_bytes.items():
         parts = (term.fixed or f"{term.held(tokens)} x {term.unit}" for term in terms)
         yield Explained(
-            what=f"sequence of {tokens:,} tokens",
+            what=f"sequence of {counted(tokens, 'token')}",
             value=size,
             formula=_sum(parts) or "no layer stores anything",
             source=source,

@@ -6,6 +6,7 @@ from kvist.planning.deployment import Deployment
 from kvist.planning.explained import Explained
 from kvist.planning.plan import Budget, Plan
 from kvist.planning.roofline import Speed, Step
+from kvist.units import counted
 
 _ARENA = "slabs and blocks as kvist's arena cuts them"
 
@@ -16,12 +17,12 @@ def explain_capacity(plan: Plan, budget: Budget) -> Iterator[Explained]:
     yield Explained(
         what="cache, tokens",
         value=budget.cache_tokens,
-        formula=f"whole blocks of {budget.block_tokens} tokens in {budget.cache:,} B",
+        formula=f"whole blocks of {counted(budget.block_tokens, 'token')} in {budget.cache:,} B",
         source=_ARENA,
     )
     average = "the average user's" if budget.mix else "one user's"
     yield Explained(
-        what=f"{average} blocks at {budget.context:,} tokens",
+        what=f"{average} blocks at {counted(budget.context, 'token')}",
         value=budget.sequence_allocated,
         formula="whole blocks of every group; a window holds those that its next query sees",
         source=f"{budget.mix.source} at random moments" if budget.mix else f"--context, --block {budget.block_tokens}",
@@ -97,7 +98,7 @@ def _users(plan: Plan, budget: Budget) -> Iterator[Explained]:
         longest = budget.mix.limit if budget.mix else max(plan.spec.max_context, budget.context)
         reserved = plan.spec.sequence_bytes(longest, plan.format) + (plan.cross_bytes or 0)
         encoder = " and the encoder" if plan.cross_bytes else ""
-        formula = f"{budget.cache:,} // {reserved:,} B of {longest:,} tokens{encoder}"
+        formula = f"{budget.cache:,} // {reserved:,} B of {counted(longest, 'token')}{encoder}"
     else:
         formula = "the fewest that a stage's caches hold, on all replicas"
     yield Explained(
@@ -122,8 +123,8 @@ def _speed(speed: Speed) -> Iterator[Explained]:
         what="decode, tokens a second at best",
         value=round(speed.decode_rate),
         formula=(
-            f"{'' if speed.replicas == 1 else f'{speed.replicas} replicas x '}{speed.decode.tokens:,} sequences every "
-            f"{speed.decode.stage_seconds * 10**6:,.0f} microseconds"
+            f"{'' if speed.replicas == 1 else f'{speed.replicas} replicas x '}"
+            f"{counted(speed.decode.tokens, 'sequence')} every {speed.decode.stage_seconds * 10**6:,.0f} microseconds"
         ),
         source="the step above; stages work on different sequences at once",
     )

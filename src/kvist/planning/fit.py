@@ -10,7 +10,7 @@ from kvist.planning.deployment import MAX_SAMPLED, Cutting, Deployment, Machine,
 from kvist.planning.plan import Budget, UsersMean
 from kvist.planning.weights import Weights
 from kvist.spec.model import ModelSpec
-from kvist.units import format_size
+from kvist.units import counted, format_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +85,8 @@ class Fit:
         cache = "its cache" if capacity is None else f"a cache of {format_size(capacity.cache_bytes)}"
         where = "" if machine.devices == 1 else f" on every device of {machine.label}"
         raise DoesNotFit(
-            f"{users} users x {self.demand.context} tokens need {format_size(self.tightest.sequence)} of blocks "
-            f"each{where}; {cache} holds {held}"
+            f"{counted(users, 'user')} x {counted(self.demand.context, 'token')} need "
+            f"{format_size(self.tightest.sequence)} of blocks each{where}; {cache} holds {held}"
         )
 
     def budget(self) -> Budget:

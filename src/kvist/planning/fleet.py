@@ -24,7 +24,7 @@ from kvist.planning.roofline import Speed, speed_of
 from kvist.planning.weights import Weights
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
-from kvist.units import format_size
+from kvist.units import counted, format_size
 
 # Ranks share a layer up to the eight devices of one machine; beyond, machines share the layers.
 _SHAPES = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8))
@@ -200,13 +200,12 @@ def _speed(
 
 def _too_much(users: int, demand: Demand, shapes: list[_Shape]) -> str:
     if not shapes:
-        return (
-            f"{users} users: the model can be shared by none of {', '.join(str(tp * pp) for tp, pp in _SHAPES)} devices"
-        )
+        counts = ", ".join(str(tp * pp) for tp, pp in _SHAPES)
+        return f"{counted(users, 'user')}: the model can be shared by none of {counts} devices"
     last = shapes[-1]
     stage = max(range(len(last.stages)), key=lambda index: last.needed[index])
+    cache, weights = format_size(last.caches[stage]), format_size(last.stages[stage].weights)
     return (
-        f"{users} users x {demand.context} tokens need {format_size(last.caches[stage])} of cache and "
-        f"{format_size(last.stages[stage].weights)} of weights on each of {last.machine.devices} devices; "
-        f"none of the list has as much"
+        f"{counted(users, 'user')} x {counted(demand.context, 'token')} need {cache} of cache and {weights} of weights "
+        f"on each of {counted(last.machine.devices, 'device')}; none of the list has as much"
     )

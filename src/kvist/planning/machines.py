@@ -7,7 +7,7 @@ from kvist.hardware import Accelerator, Gpus, gpus_named
 from kvist.planning.deployment import Machine
 from kvist.planning.sharding import rank_spec, split_layers
 from kvist.spec.model import ModelSpec
-from kvist.units import parse_size
+from kvist.units import counted, parse_size
 
 _MOST_RANKS = 1024
 
@@ -82,8 +82,8 @@ def machine_of(wish: Wish, spec: ModelSpec) -> Placed:
         devices = tp * pp
     if devices % (tp * pp):
         raise InputError(
-            f"gpu: {devices} devices are no multiple of {tp} ranks x {pp} stages; name {tp * pp} or a multiple, or "
-            f"other `tp` and `pp`",
+            f"gpu: {counted(devices, 'device')} cannot be shared by {counted(tp, 'rank')} x {counted(pp, 'stage')}; "
+            f"name {tp * pp} or a multiple, or other `tp` and `pp`",
             key="gpu",
         )
     overhead = None if wish.overhead is None else parse_size(wish.overhead, key="overhead")

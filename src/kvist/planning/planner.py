@@ -13,7 +13,7 @@ from kvist.errors import DoesNotFit, InputError
 from kvist.planning.plan import Plan, format_notes
 from kvist.spec.formats import CacheFormat, require_format
 from kvist.spec.model import ModelSpec
-from kvist.units import MAX_TOKENS, parse_tokens
+from kvist.units import MAX_TOKENS, counted, parse_tokens
 
 if TYPE_CHECKING:
     from kvist.planning.demand import Demand
@@ -197,13 +197,14 @@ def _demand(
         length = _context(spec, context)
         if shared >= length:
             raise InputError(
-                f"shared_prefix: {shared} tokens of sequences of {length}; fewer, as each has a token of its own",
+                f"shared_prefix: {counted(shared, 'token')} of sequences of {length:,}; fewer, as each "
+                "has a token of its own",
                 key="shared_prefix",
             )
         return SameLength(cutting=cutting, context=length, limit=max(spec.max_context, length), shared=shared)
     from kvist.planning.lengths import read_lengths
+    from kvist.planning.mix import Mix
     from kvist.planning.mixed import MixedLengths
-    from kvist.planning.workload import Mix
 
     limit = spec.max_context if context is None else _context(spec, context)
     return MixedLengths(cutting=cutting, mix=Mix.of(read_lengths(lengths), limit=limit, shared=shared))
@@ -218,11 +219,10 @@ def _demand_notes(spec: ModelSpec, demand: "Demand") -> tuple[str, ...]:
         return tuple(notes)
     if mix.dropped:
         every = mix.dropped + len(mix.requests)
-        notes.append(
-            f"{mix.dropped:,} of {every:,} sequences of {mix.source} are longer than {mix.limit:,} tokens and left out"
-        )
+        kept_out = f"{mix.dropped:,} of the {counted(every, 'sequence')} of {mix.source}"
+        notes.append(f"left out as longer than {counted(mix.limit, 'token')}: {kept_out}")
     if mix.empty:
-        notes.append(f"{mix.empty:,} requests of {mix.source} have no tokens and are left out")
+        notes.append(f"left out as empty: {counted(mix.empty, 'request')} of {mix.source}")
     return tuple(notes)
 
 
@@ -337,7 +337,8 @@ def _notes(spec: ModelSpec, lengths: list[int]) -> tuple[str, ...]:
     beyond = [f"{count:,}" for count in lengths if count > spec.max_context]
     if not beyond:
         return ()
-    return (f"{spec.name} was made for {spec.max_context:,} tokens; what {', '.join(beyond)} would cost is arithmetic",)
+    made = f"{spec.name} was made for {counted(spec.max_context, 'token')}"
+    return (f"{made}; what {', '.join(beyond)} would cost is arithmetic",)
 
 
 def _refuse(settings: Mapping[str, object], why: str) -> None:
@@ -361,7 +362,7 @@ def _context(spec: ModelSpec, context: int | str | None) -> int:
     # A limit that nobody published keeps nobody out.
     most = spec.max_context if _limit_is_published(spec) else MAX_TOKENS
     if not 1 <= count <= most:
-        raise InputError(f"context: {count} tokens; {spec.name} allows 1 to {most}", key="context")
+        raise InputError(f"context: {counted(count, 'token')}; {spec.name} allows 1 to {most:,}", key="context")
     return count
 
 

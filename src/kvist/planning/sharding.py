@@ -12,6 +12,7 @@ from typing import Any
 from kvist.errors import InputError
 from kvist.spec.layers import Attention, Cross, Layer, Parallel, State
 from kvist.spec.model import ModelSpec
+from kvist.units import counted
 
 _QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
@@ -41,7 +42,7 @@ def split_layers(layers: int, stages: int) -> tuple[LayerRange, ...]:
         InputError: there are fewer layers than stages.
     """
     if stages > layers:
-        raise InputError(f"pp: {stages} stages for {layers} layers; at most one stage a layer", key="pp")
+        raise InputError(f"pp: {stages} stages for {counted(layers, 'layer')}; at most one stage a layer", key="pp")
     sizes = [layers // stages] * stages
     for behind in range(2, layers % stages + 2):
         sizes[-behind] += 1
@@ -62,7 +63,7 @@ def rank_spec(spec: ModelSpec, part: LayerRange, tp: int) -> ModelSpec:
         return spec
     heads = query_heads(spec.config)
     if heads is not None and heads % tp:
-        raise _indivisible(spec, tp, heads, "query heads")
+        raise _indivisible(spec, tp, heads, "query head")
     layers = tuple(_share(layer, tp, spec) for layer in spec.layers[part.first : part.end])
     return replace(spec, layers=layers, draft_layers=())
 
@@ -95,7 +96,7 @@ def _share(layer: Layer, tp: int, spec: ModelSpec) -> Layer:
 def _heads(heads: int, tp: int, spec: ModelSpec) -> int:
     """A rank's KV heads: an even share, or one that several ranks hold."""
     if heads % tp and tp % heads:
-        raise _indivisible(spec, tp, heads, "KV heads")
+        raise _indivisible(spec, tp, heads, "KV head")
     return max(1, heads // tp)
 
 
@@ -117,4 +118,6 @@ def _state(layer: State, tp: int, spec: ModelSpec) -> State:
 
 def _indivisible(spec: ModelSpec, tp: int, heads: int, what: str) -> InputError:
     divisors = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
-    return InputError(f"tp: {tp} ranks cannot share the {heads} {what} of {spec.name}; {divisors} can", key="tp")
+    return InputError(
+        f"tp: {tp} ranks cannot share the {counted(heads, what)} of {spec.name}; {divisors} can", key="tp"
+    )

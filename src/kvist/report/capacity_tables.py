@@ -7,7 +7,7 @@ from kvist.planning.fleet import GpuSet
 from kvist.planning.plan import Budget
 from kvist.planning.roofline import Speed, Step
 from kvist.report.tables import Column, print_facts, print_table
-from kvist.units import format_size
+from kvist.units import counted, format_size
 
 _MOST_SETS = 16
 
@@ -26,15 +26,18 @@ def print_capacity(budget: Budget, speed: Speed | None) -> None:
     if budget.deployment is not None and budget.deployment.machine.tp * budget.deployment.machine.pp > 1:
         average += " on a device,"
     facts += [
-        ("cache", f"{format_size(budget.cache)}: {budget.cache_tokens:,} tokens in blocks of {budget.block_tokens}"),
-        ("one user", f"{format_size(budget.sequence_allocated)} {average} at {budget.context:,} tokens"),
+        (
+            "cache",
+            f"{format_size(budget.cache)}: {counted(budget.cache_tokens, 'token')} in blocks of {budget.block_tokens}",
+        ),
+        ("one user", f"{format_size(budget.sequence_allocated)} {average} at {counted(budget.context, 'token')}"),
     ]
     if budget.mix is not None:
         mix = budget.mix
         facts.append(
             (
                 "lengths",
-                f"{len(mix.requests):,} sequences, up to {mix.limit:,} tokens; at a random moment "
+                f"{counted(len(mix.requests), 'sequence')}, up to {counted(mix.limit, 'token')}; at a random moment "
                 f"{mix.moments.mean_tokens:,.0f} on average, {mix.moments.quantile(0.99):,} at the 99th percentile",
             )
         )
@@ -61,7 +64,7 @@ def _device_facts(deployment: Deployment) -> list[tuple[str, str]]:
 def _print_users(budget: Budget) -> None:
     mean = budget.users_mean
     columns = [
-        Column(title=f"users at {budget.context:,} tokens" if mean is None else "users of these lengths"),
+        Column(title=f"users at {counted(budget.context, 'token')}" if mean is None else "users of these lengths"),
         Column(title="fit" if mean is None else "99 % safe", number=True),
     ]
     if mean is not None:
@@ -98,11 +101,11 @@ def _print_speed(speed: Speed) -> None:
         ("decode, each user", "", f"{speed.user_rate:,.1f}", ""),
     ]
     if speed.prefill is not None:
-        what = f"prefill of {speed.prompt:,} tokens"
+        what = f"prefill of {counted(speed.prompt, 'token')}"
         rows.append((what, _time(speed.prefill), f"{speed.prefill_rate:,.0f}", speed.prefill.binds))
     print_table(
         (
-            Column(title=f"at best, with {speed.users:,} users"),
+            Column(title=f"at best, with {counted(speed.users, 'user')}"),
             Column(title="time", number=True),
             Column(title="tokens/s", number=True),
             Column(title="bound by"),
@@ -146,4 +149,4 @@ def print_sets(sets: Sequence[GpuSet]) -> None:
     if not all(each.link_counted for each in sets[:_MOST_SETS]):
         print_facts([("*", "its link is not known: the time in which ranks send each other results is left out")])
     if more > 0:
-        print_facts([("note", f"{more} more devices would do with more memory; --json lists them")])
+        print_facts([("note", f"with more memory {more} more would do; --json lists them")])

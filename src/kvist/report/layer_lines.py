@@ -4,7 +4,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from kvist.planning.plan import LayerRow
-from kvist.spec.layers import Attention, Compressed, Cross, Indexer, Latent, Layer, Parallel, Rate, Shared, State
+from kvist.spec.layers import Attention, Compressed, Cross, Indexer, Latent, Layer, Parallel, Shared, State
+from kvist.spec.rates import Rate
+from kvist.units import counted
 
 _MOST_SOURCES = 6
 
@@ -39,7 +41,7 @@ def _described(layer: Layer) -> str:
         case Compressed():
             near = "" if layer.window is None else f", the last {layer.window:,} singly"
             return (
-                f"compressed: {layer.rank} + {layer.rope_dim} wide, one for {layer.ratio} tokens{near}"
+                f"compressed: {layer.rank} + {layer.rope_dim} wide, one for {counted(layer.ratio, 'token')}{near}"
                 f"{_indexed(layer.indexer)}"
             )
         case State():
@@ -55,7 +57,7 @@ def _described(layer: Layer) -> str:
         case Shared():
             return f"shared: reads what layer {layer.source} stored"
         case Cross():
-            length = "" if layer.encoder_tokens is None else f", {layer.encoder_tokens:,} tokens"
+            length = "" if layer.encoder_tokens is None else f", {counted(layer.encoder_tokens, 'token')}"
             return f"cross: {_heads(layer.kv_heads, layer.key_dim, layer.value_dim)}, sees the encoder{length}"
         case Parallel():
             return " and ".join(_described(part) for part in layer.parts)
@@ -64,13 +66,13 @@ def _described(layer: Layer) -> str:
 
 
 def _heads(count: int, key: int, value: int) -> str:
-    return f"{'1 KV head' if count == 1 else f'{count} KV heads'}, key {key}, value {value}"
+    return f"{counted(count, 'KV head')}, key {key}, value {value}"
 
 
 def _seen(window: int | None, chunk: int | None = None) -> str:
     if chunk is not None:
-        return f"sees its chunk of {chunk:,} tokens"
-    return "sees all tokens" if window is None else f"sees the last {window:,} tokens"
+        return f"sees its chunk of {counted(chunk, 'token')}"
+    return "sees all tokens" if window is None else f"sees the last {counted(window, 'token')}"
 
 
 def _indexed(indexer: Indexer | None) -> str:

@@ -6,7 +6,7 @@ from kvist.planning.explain import explain
 from kvist.planning.plan import Plan
 from kvist.report.layer_lines import format_rate, layer_lines
 from kvist.report.tables import Column, print_entries, print_facts, print_table
-from kvist.units import format_size
+from kvist.units import counted, format_size
 
 _LINE = 60
 
@@ -68,7 +68,7 @@ def print_what_if(plan: Plan, published: Plan) -> None:
         ("retained", published.retained_bytes_per_token, plan.retained_bytes_per_token),
         ("state", published.state_bytes, plan.state_bytes),
         *(
-            (f"{tokens:,} tokens", size, plan.sequence_bytes[tokens])
+            (counted(tokens, "token"), size, plan.sequence_bytes[tokens])
             for tokens, size in published.sequence_bytes.items()
             if tokens in plan.sequence_bytes
         ),
@@ -125,10 +125,11 @@ def _print_engine(plan: Plan) -> None:
     assert account is not None
     facts = [("engine", f"{account.name} {account.version}".strip())]
     facts += [
-        (group.name, f"{group.layers} layers, blocks of {format_size(group.block_bytes)}") for group in account.groups
+        (group.name, f"{counted(group.layers, 'layer')}, blocks of {format_size(group.block_bytes)}")
+        for group in account.groups
     ]
     facts += [
-        ("blocks", f"{account.num_blocks:,}; {account.cache_tokens:,} tokens"),
+        ("blocks", f"{account.num_blocks:,}; {counted(account.cache_tokens, 'token')}"),
         ("concurrency", f"{account.max_concurrency:.2f} sequences of full length at once"),
         ("start", account.start(plan.spec.name)),
     ]

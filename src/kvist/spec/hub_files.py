@@ -84,6 +84,8 @@ class HubFiles:
     @contextmanager
     def _response(self, name: str, headers: Mapping[str, str]) -> Iterator[Any]:
         from huggingface_hub import constants, get_session, hf_raise_for_status
+
+        # Public and documented under this name alone, which the package exports only when it runs.
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
         url = f"{constants.ENDPOINT}/{self.repo}/resolve/{quote(self.commit, safe='')}/{quote(name)}"

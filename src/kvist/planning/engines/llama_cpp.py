@@ -14,7 +14,7 @@ from kvist.planning.engines.llama_cells import PAD, ROW_TYPES, LlamaContext, Lla
 from kvist.planning.engines.settings import Setting, one_of, read_settings, switch, whole
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
-from kvist.units import format_size
+from kvist.units import counted, format_size
 
 VERSION = "llama-cpp-python 0.3.36"
 
@@ -88,8 +88,8 @@ def account(
     made = context_of(spec, chosen)
     if memory is not None and made.bytes > memory:
         raise DoesNotFit(
-            f"llama.cpp: {chosen.n_seq_max} sequences in {made.n_ctx:,} cells need {format_size(made.bytes)}; "
-            f"there are {format_size(max(0, memory))}"
+            f"llama.cpp: {counted(chosen.n_seq_max, 'sequence')} of {made.n_ctx:,} cells in all: "
+            f"{format_size(made.bytes)}; there are {format_size(max(0, memory))}"
         )
     return EngineAccount(
         name="llama.cpp",
@@ -173,8 +173,8 @@ def _figures(made: LlamaContext) -> Iterator[EngineFigure]:
             what=f"{cache.name} cache",
             value=cache.bytes,
             formula=(
-                f"({cache.key_bytes:,} + {cache.value_bytes:,} B in {cache.layers} layers) x {cache.cells:,} cells x "
-                f"{cache.streams} streams"
+                f"({cache.key_bytes:,} + {cache.value_bytes:,} B in {counted(cache.layers, 'layer')}) x "
+                f"{counted(cache.cells, 'cell')} x {counted(cache.streams, 'stream')}"
             ),
             source=f"llama.cpp src/{files.get(cache.name, 'llama-kv-cache.cpp')}",
         )

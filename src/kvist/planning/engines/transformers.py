@@ -14,7 +14,7 @@ from kvist.planning.engines.settings import Setting, one_of, read_settings, whol
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Attention, Latent, Layer, State
 from kvist.spec.model import ModelSpec
-from kvist.units import format_size
+from kvist.units import counted, format_size
 
 VERSION = "5.24"
 
@@ -210,8 +210,8 @@ def account(
     batch = asked or (1 if memory is None else max(1, memory // one if one else 1))
     if memory is not None and batch * one > memory:
         raise DoesNotFit(
-            f"transformers: {batch} sequences of {context:,} tokens need {format_size(batch * one)}; there are "
-            f"{format_size(max(0, memory))}"
+            f"transformers: {counted(batch, 'sequence')} of {counted(context, 'token')}: "
+            f"{format_size(batch * one)}; there are {format_size(max(0, memory))}"
         )
     return EngineAccount(
         name="transformers",
@@ -228,7 +228,7 @@ def account(
             EngineFigure(
                 what="one sequence",
                 value=one,
-                formula=f"tensors of all layers at {context:,} tokens",
+                formula=f"tensors of all layers at {counted(context, 'token')}",
                 source="transformers/cache_utils.py",
             ),
             EngineFigure(

@@ -17,7 +17,7 @@ from kvist.planning.engines.vllm_pages import pages_of
 from kvist.planning.engines.vllm_settings import SETTINGS, VERSION, VllmSettings, resolve
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
-from kvist.units import format_size
+from kvist.units import counted, format_size
 
 # Settings that a command line of vLLM has under the same name.
 _FLAGS = (
@@ -163,10 +163,10 @@ def account(
     length = pool.settings.max_model_len
     if pool.needed_bytes(length) > pool.available_bytes:
         raise DoesNotFit(
-            f"vllm: one sequence of {length:,} tokens needs {format_size(pool.needed_bytes(length))} "
-            f"({pool.sequence_blocks(length):,} blocks of {format_size(pool.block_bytes)}); "
+            f"vllm: one sequence of {counted(length, 'token')} needs {format_size(pool.needed_bytes(length))} "
+            f"({counted(pool.sequence_blocks(length), 'block')} of {format_size(pool.block_bytes)}); "
             f"{format_size(max(0, pool.num_blocks * pool.block_bytes))} without the null block holds "
-            f"{pool.longest(length):,} tokens"
+            f"{counted(pool.longest(length), 'token')}"
         )
     in_flight = pool.settings.in_flight_tokens
     return EngineAccount(
@@ -220,12 +220,12 @@ def _figures(pool: VllmPool) -> Iterator[EngineFigure]:
     length = settings.max_model_len
     for name, group in zip(_names(pool.groups), pool.groups, strict=True):
         page = group.page
-        tokens = "" if page.kind == "state" else f"{page.block_tokens} tokens x "
+        tokens = "" if page.kind == "state" else f"{counted(page.block_tokens, 'token')} x "
         padded = "" if page.padded_bytes is None else f", padded from {page.bare_bytes:,}"
         yield EngineFigure(
             what=f"page of {name}",
             value=page.bytes,
-            formula=f"{tokens}{page.content_bytes:,} B{padded}; {len(group.members)} layers",
+            formula=f"{tokens}{page.content_bytes:,} B{padded}; {counted(len(group.members), 'layer')}",
             source="vllm/v1/kv_cache_interface.py",
         )
     yield EngineFigure(
@@ -242,17 +242,18 @@ def _figures(pool: VllmPool) -> Iterator[EngineFigure]:
         ),
         source=f"{_SOURCE}, get_kv_cache_config_from_groups",
     )
-    counted = [group.blocks(length, settings.in_flight_tokens) for group in pool.groups]
+    blocks = [group.blocks(length, settings.in_flight_tokens) for group in pool.groups]
     yield EngineFigure(
-        what=f"blocks of {length:,} tokens",
-        value=sum(counted),
-        formula=" + ".join(f"{count:,}" for count in counted) + f"; {settings.in_flight_tokens:,} tokens in flight",
+        what=f"blocks of {counted(length, 'token')}",
+        value=sum(blocks),
+        formula=" + ".join(f"{count:,}" for count in blocks)
+        + f"; {counted(settings.in_flight_tokens, 'token')} in flight",
         source="vllm/v1/kv_cache_interface.py, max_admission_blocks_per_request",
     )
     yield EngineFigure(
         what="maximum concurrency",
         value=pool.max_concurrency,
-        formula=f"{pool.num_blocks:,} / {sum(counted):,}",
+        formula=f"{pool.num_blocks:,} / {sum(blocks):,}",
         source=f"{_SOURCE}, get_max_concurrency_for_kv_cache_config",
     )
     yield EngineFigure(
@@ -278,7 +279,7 @@ def _notes(pool: VllmPool, spec: ModelSpec) -> Iterator[str]:
     padding = padding_layers(pool.groups)
     if padding:
         places = padding + sum(len(group.members) for group in pool.groups)
-        yield f"{padding} of the {places} places for layers in groups are padding"
+        yield f"of the {places} places for layers in groups {padding} {'is' if padding == 1 else 'are'} padding"
 
 
 def _command(given: Mapping[str, Any]) -> str:

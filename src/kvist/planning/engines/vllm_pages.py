@@ -13,6 +13,7 @@ from kvist.planning.engines.vllm_settings import ELEMENT_BYTES, TURBOQUANT, Vllm
 from kvist.planning.engines.vllm_states import align, state_page, state_tokens
 from kvist.spec.layers import Attention, Cross, Indexer, Latent, Layer, State
 from kvist.spec.model import ModelSpec
+from kvist.units import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +164,9 @@ def _latent_pages(spec: ModelSpec, index: int, layer: Latent, settings: VllmSett
 
 def _indexer_page(spec: ModelSpec, index: int, indexer: Indexer, settings: VllmSettings) -> Page:
     if indexer.pool != 1 or indexer.heads != 1:
-        raise unsupported(spec, index, f"an indexer of {indexer.heads} heads that pools {indexer.pool} tokens")
+        raise unsupported(
+            spec, index, f"an indexer of {counted(indexer.heads, 'head')} that pools {counted(indexer.pool, 'token')}"
+        )
     return Page(
         kind="full",
         block_tokens=settings.block_size,
