@@ -408,3 +408,14 @@ def test_what_is_explained_of_stages_adds_up(capsys: pytest.CaptureFixture[str])
     assert parts + rows["cache"].value == rows["memory"].value
     print_plan(plan)
     assert "of blocks on a device, at 8,192 tokens" in capsys.readouterr().out
+
+
+def test_published_and_assumed_types_of_weights() -> None:
+    # DeepSeek-V3 is published in fp8, and served on eight H200
+    assert kvist.plan("deepseek-v3", gpu="H200x8").weights is not None
+    assert ModelSpec.read("deepseek-v3").weights_bytes == 673_150_582_112
+    taken = r"kimi-k2.5 take .* \(taken to be bf16, which `weights` overrides\) and overhead"
+    with pytest.raises(DoesNotFit, match=taken):
+        DoesNotFit, match=r"kimi-k2.5 take .* \(taken to be bf16, which `weights` overrides\) and overhead"
+    ):
+        kvist.plan("kimi-k2.5", gpu="H200x8")

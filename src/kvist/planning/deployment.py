@@ -390,6 +390,9 @@ def _no_cache(stage: Stage, machine: Machine) -> str:
     each = "" if machine.tp * machine.pp == 1 else " on a device"
     overhead = stage.overhead(1)
     sum_of = f"the weights of {stage.spec.name} take {format_size(stage.weights)}{each}"
+    assumed = next((entry.value for entry in stage.spec.assumed if entry.key == "dtype"), None)
+    if assumed is not None:
+        sum_of += f" (taken to be {assumed}, which `weights` overrides)"
     if overhead:
         sum_of += f" and overhead {format_size(overhead)}"
     which = "" if machine.accelerator is None else f" of {machine.accelerator.name}"
