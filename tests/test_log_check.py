@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -590,6 +591,20 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     shown = capsys.readouterr().out
     assert "differ by 512.1 MiB less than planned" in shown
     assert "other dtype: keys and values as bfloat16" in " ".join(shown.split())
+
+
+def test_the_command_says_what_it_cannot_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = write(tmp_path, "Available KV cache memory: 1.00 GiB\nGPU KV cache size: 1,234 tokens\n")
+    assert main(["check", log, "--model", "smollm2-135m"]) == 3
+    assert re.search(r"explained by +no known effect; --set says", capsys.readouterr().out)
+    # A model that the engine's account does not cover; there is no --engine to leave out here
+    assert main(["check", log, "--model", "deepseek-v4-pro"]) == 2
+    said = capsys.readouterr().err
+    assert "compressed attention" in said
+    assert said.endswith("there is no account to hold the log against\n")
+    assert "--engine" not in said
+    assert main(["check", "", "--model", "smollm2-135m"]) == 2
+    assert capsys.readouterr().err == "kvist: log: '': Is a directory\n"
 
 
 def test_the_command_reads_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from kvist.errors import BadFile
+from kvist.errors import BadFile, UnsupportedModel
 from kvist.planning.logs import llama_cpp, sglang, vllm
 from kvist.planning.logs.figures import LogCheck
 from kvist.planning.logs.lines import MOST_BYTES, lines_with
@@ -35,7 +35,7 @@ def open_log(name: str) -> Iterator[IO[bytes]]:
     except BadFile as error:
         raise BadFile(f"log: {error}; give - and pass it to standard input", key="log") from error
     except (OSError, ValueError, RuntimeError) as error:
-        raise BadFile(f"log: {name}: {getattr(error, 'strerror', None) or error}", key="log") from error
+        raise BadFile(f"log: {name or repr(name)}: {getattr(error, 'strerror', None) or error}", key="log") from error
     with file:
         yield file
 
@@ -74,12 +74,17 @@ def check_log(
         # What a torn log says before it is torn stands.
         if not any(log.has_figure for log in logs):
             raise
-    if of_vllm.has_figure:
-        return vllm.hold(of_vllm, spec, given)
-    if of_sglang.has_figure:
-        return sglang.hold(of_sglang, spec, given)
-    if of_llama.has_figure:
-        return llama_cpp.hold(of_llama, spec, given)
+    try:
+        if of_vllm.has_figure:
+            return vllm.hold(of_vllm, spec, given)
+        if of_sglang.has_figure:
+            return sglang.hold(of_sglang, spec, given)
+        if of_llama.has_figure:
+            return llama_cpp.hold(of_llama, spec, given)
+    except UnsupportedModel as error:
+        # The remedy of a plan, to leave the engine out, is none here.
+        why = str(error).removeprefix("engine: ").partition("; plan ")[0]
+        raise UnsupportedModel(f"{why}: there is no account to hold the log against", key=error.key) from error
     raise BadFile(
         f"log: {source}: no figure of a cache in its first {MOST_BYTES >> 20} MiB; a start-up of vLLM has 'KV cache "
         f"size', of SGLang 'KV Cache is allocated', of llama.cpp 'llama_kv_cache: size'",

@@ -13,16 +13,23 @@ def print_check(check: LogCheck) -> None:
     found, planned = _flat(check.found), _flat(check.planned)
     print_table(
         (Column(title=check.engine), Column(title="log", number=True), Column(title="plan", number=True)),
-        [(_label(key), _shown(key, found), _shown(key, planned)) for key in dict.fromkeys((*found, *planned))],
+        [
+            (_label(key), _shown(key, found), _shown(key, planned))
+            for key in dict.fromkeys((*found, *planned))
+            if found.get(key) or planned.get(key)
+        ],
     )
     settings = ", ".join(f"{key}={value}" for key, value in check.found.get("settings", {}).items())
     verdict = "agree" if check.agrees else f"differ by {_difference(check.difference_bytes)}"
+    explained = check.explained_by
+    if not check.agrees and not explained:
+        explained = ("no known effect; --set says settings that are not in the log",)
     print_facts(
         [
             *([("model in the log", check.found["model"])] if "model" in check.found else []),
             *([("settings", settings)] if settings else []),
             ("log and plan", verdict),
-            *(("explained by", effect) for effect in check.explained_by),
+            *(("explained by", effect) for effect in explained),
         ]
     )
 
