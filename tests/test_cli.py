@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -328,3 +329,8 @@ def test_the_page_of_commands_is_current(monkeypatch: pytest.MonkeyPatch) -> Non
         assert generate_cli.page() == generate_cli.PAGE.read_text(), "run python docs/generate_cli.py"
     for name, command in generate_cli.commands(cli.build_parser()).items():
         assert "example:\n  kvist" in command.format_help(), name
+
+
+def test_weights_of_no_known_type_are_a_size_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama-3-8b"]) == 0
+    assert re.search(r"^weights +14\.96 GiB$", capsys.readouterr().out, re.MULTILINE)

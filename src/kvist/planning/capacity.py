@@ -67,7 +67,7 @@ class Capacity:
             raise DoesNotFit(
                 f"{counted(users, 'user')} x {counted(self.context, 'token')} need {format_size(needed)} of blocks "
                 f"({format_size(self.sequence_allocated)} each); the cache of {format_size(self.cache_bytes)} "
-                f"holds {self.users_paged}"
+                f"holds {self.users_paged:,}"
             )
 
 

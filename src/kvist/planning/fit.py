@@ -81,7 +81,9 @@ class Fit:
             return
         if capacity is not None and machine.devices == 1 and best == self.paged and best.safe == best.mean:
             capacity.require(users)
-        held = f"{best.safe}" if best.safe == best.mean else f"{best.safe} 99 % of the time, {best.mean} on average"
+        held = f"{best.safe:,}"
+        if best.safe != best.mean:
+            held += f" 99 % of the time, {best.mean:,} on average"
         cache = "its cache" if capacity is None else f"a cache of {format_size(capacity.cache_bytes)}"
         where = "" if machine.devices == 1 else f" on every device of {machine.label}"
         raise DoesNotFit(

@@ -17,7 +17,7 @@ def print_plan(plan: Plan, *, explained: bool = False) -> None:
     facts = [("model", spec.name), ("source", spec.source if spec.exact else f"{spec.source} (overridden: not exact)")]
     if spec.weights_bytes is not None:
         by_type = ", ".join(f"{kind} {format_size(size)}" for kind, size in spec.weights_by_type.items())
-        facts.append(("weights", f"{format_size(spec.weights_bytes)} ({by_type})"))
+        facts.append(("weights", f"{format_size(spec.weights_bytes)}{f' ({by_type})' if by_type else ''}"))
     if spec.parameters is not None:
         facts.append(("parameters", f"{spec.parameters:,}"))
     facts += [("layers", line) for line in layer_lines(plan.layers)]
