@@ -416,6 +416,4 @@ def test_published_and_assumed_types_of_weights() -> None:
     assert ModelSpec.read("deepseek-v3").weights_bytes == 673_150_582_112
     taken = r"kimi-k2.5 take .* \(taken to be bf16, which `weights` overrides\) and overhead"
     with pytest.raises(DoesNotFit, match=taken):
-        DoesNotFit, match=r"kimi-k2.5 take .* \(taken to be bf16, which `weights` overrides\) and overhead"
-    ):
         kvist.plan("kimi-k2.5", gpu="H200x8")

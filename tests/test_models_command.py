@@ -88,6 +88,21 @@ def test_what_full_heads_would_have_cost(capsys: pytest.CaptureFixture[str]) -> 
     assert [(row["exact"], row["ratio_to_first"]["append"]) for row in rows] == [(True, 1), (False, 8)]
 
 
+def test_long_names_are_folded_and_tables_are_as_wide_as_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / ("a-model-of-a-very-long-name" * 3)
+    folder.mkdir()
+    config = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    many = ["llama-3-8b", "deepseek-v3", "kimi-linear", "mamba-1.4b", "jamba-v0.1", "gpt2", "llama-3.1-405b"]
+    assert main(["models", "--compare", *many, str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert out.count("released") >= 2
+    assert "kimi-linear-48b-\n" in re.sub(r" +\n", "\n", out.replace("mamba-1.4b", "").replace("jamba-v0.1", ""))
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -1,16 +1,20 @@
 """``kvist models`` as tables: the list, and models side by side."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 
 from kvist.planning.catalogue import Listing
 from kvist.planning.kinds import KINDS
-from kvist.report.tables import Column, print_facts, print_table
+from kvist.report.tables import WIDTH, Column, print_facts, print_table
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
 from kvist.units import format_size
 
-# Models of one table side by side; as many as 80 columns hold.
-_ABREAST = 4
+# Of a table with headings, as :mod:`kvist.report.tables` lays it out: its margins, and what is between columns.
+_MARGINS = 2
+_GAP = 3
+# Longer names are folded.
+_NAME = 18
 
 
 def print_models(found: Sequence[Listing], fmt: CacheFormat, *, dated: bool = False) -> None:
@@ -55,28 +59,13 @@ def print_models(found: Sequence[Listing], fmt: CacheFormat, *, dated: bool = Fa
 
 def print_compared(found: Sequence[Listing], fmt: CacheFormat, lengths: Sequence[int]) -> None:
     """Print models side by side, each number with how many times that of the first it is."""
-    first = found[0]
-    tables = -(-len(found) // _ABREAST)
-    for abreast in (found[len(found) * n // tables : len(found) * (n + 1) // tables] for n in range(tables)):
-        rows = [("released", *(each.released or "" for each in abreast)), ("kind", *(each.kind for each in abreast))]
-        rows.append(("exact", *("yes" if each.spec.exact else "no: assumed" for each in abreast)))
-        rows.append(("layers", *(str(len(each.spec.layers)) for each in abreast)))
-        measures: dict[str, Callable[[ModelSpec], float]] = {
-            "append": lambda spec: float(spec.append_bytes_per_token(fmt)),
-            "retained": lambda spec: float(spec.retained_bytes_per_token(fmt)),
-            "state": lambda spec: spec.state_bytes(fmt),
-        }
-        for what, measure in measures.items():
-            rows.append((what, *(_times(measure(each.spec), measure(first.spec)) for each in abreast)))
-        for tokens in lengths:
-            whole = first.spec.sequence_bytes(tokens, fmt)
-            cells = (
-                _times(each.spec.sequence_bytes(tokens, fmt), whole) + ("*" if tokens > each.spec.max_context else "")
-                for each in abreast
-            )
-            rows.append((f"at {format_tokens(tokens)}", *cells))
+    heads = ["released", "kind", "exact", "layers", "append", "retained", "state"]
+    heads += [f"at {format_tokens(tokens)}" for tokens in lengths]
+    columns = [_compared(each, found[0], fmt, lengths) for each in found]
+    for abreast in _abreast(columns, room=WIDTH - max(map(len, heads))):
         print_table(
-            (Column(title=" ", whole=True), *(Column(title=_name(each), number=True) for each in abreast)), rows
+            (Column(title=" ", whole=True), *(Column(title=title, number=True) for title, *_ in abreast)),
+            list(zip(heads, *(cells for _, *cells in abreast), strict=True)),
         )
     notes = []
     if any(tokens > each.spec.max_context for each in found for tokens in lengths):
@@ -87,6 +76,52 @@ def print_compared(found: Sequence[Listing], fmt: CacheFormat, lengths: Sequence
         if not each.spec.exact
     ]
     print_facts([*notes, ("format", f"keys {fmt.key}, values {fmt.value}")])
+
+
+def _compared(each: Listing, first: Listing, fmt: CacheFormat, lengths: Sequence[int]) -> list[str]:
+    """A model's column: its name, then its cells."""
+    measures: list[Callable[[ModelSpec], float]] = [
+        lambda spec: float(spec.append_bytes_per_token(fmt)),
+        lambda spec: float(spec.retained_bytes_per_token(fmt)),
+        lambda spec: spec.state_bytes(fmt),
+    ]
+    return [
+        _folded_name(_name(each)),
+        each.released or "",
+        each.kind,
+        "yes" if each.spec.exact else "no: assumed",
+        str(len(each.spec.layers)),
+        *(_times(measure(each.spec), measure(first.spec)) for measure in measures),
+        *(
+            _times(each.spec.sequence_bytes(tokens, fmt), first.spec.sequence_bytes(tokens, fmt))
+            + ("*" if tokens > each.spec.max_context else "")
+            for tokens in lengths
+        ),
+    ]
+
+
+def _abreast(columns: Sequence[list[str]], *, room: int) -> Iterator[list[list[str]]]:
+    """Columns in tables of as many as the room holds, at least one."""
+    table: list[list[str]] = []
+    used = _MARGINS
+    for column in columns:
+        width = _GAP + max(len(line) for cell in column for line in cell.split("\n"))
+        if table and used + width > room:
+            yield table
+            table, used = [], _MARGINS
+        table.append(column)
+        used += width
+    yield table
+
+
+def _folded_name(name: str) -> str:
+    """A long name in several lines, broken behind hyphens and spaces."""
+    lines = [""]
+    for part in re.findall(r"[^- ]*[- ]?", name):
+        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > _NAME:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(line.strip() for line in lines)
 
 
 def format_tokens(count: int) -> str:
