@@ -19,8 +19,9 @@ from typing import Any
 
 from kvist.planning.sharding import LayerRange, query_heads, rank_spec
 from kvist.spec.formats import CacheFormat
-from kvist.spec.layers import Attention, Compressed, Cross, Latent, Layer, Parallel, Rate, Shared, State
+from kvist.spec.layers import Attention, Compressed, Cross, Latent, Layer, Parallel, Shared, State
 from kvist.spec.model import ModelSpec
+from kvist.spec.rates import Rate
 
 # A multiply-add is two operations; a state is decayed, updated by an outer product and read.
 _STATE_OPERATIONS = 6

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvist.traces.columns import Columns, RowError
 from kvist.traces.names import Places, format_of, places_of
-from kvist.units import MAX_TOKENS
+from kvist.units import MAX_TOKENS, counted
 
 # kvist's own format: what its head line says.
 HEAD = "kvist_trace"
@@ -167,7 +167,7 @@ def _add_any(entry: Any, known: dict[tuple[str, ...], Places], columns: Columns)
     elif len(entry) in (1, 2):
         columns.add(entry, _PAIR if len(entry) == 2 else _ONE)
     else:
-        raise RowError(f"has {len(entry)} numbers; write one a line, or [prompt, output] of each request")
+        raise RowError(f"has {counted(len(entry), 'number')}; write one a line, or [prompt, output] of each request")
 
 
 def _read_array(lines: Iterator[tuple[int, str]], columns: Columns) -> None:
@@ -201,7 +201,7 @@ def _read_cells(lines: Iterator[tuple[int, str]], places: Places, columns: Colum
         try:
             cells = _cells(text)
             if len(cells) <= last:
-                raise RowError(f"has {len(cells)} columns; one is missing")
+                raise RowError(f"has {counted(len(cells), 'column')}; one is missing")
             columns.add(cells, places)
         except RowError as error:
             columns.bad(number, str(error))
