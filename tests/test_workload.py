@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import kvist
@@ -202,6 +202,8 @@ requests_of_many_lengths = st.lists(
 )
 
 
+# Of sequences that hardly ever have the prefix, few at once.
+@example([Request(prompt=1, output=862)], 2**21, 0)
 @settings(max_examples=12)
 @given(requests_of_many_lengths, st.integers(2**21, 2**25), st.integers(0, 2**24))
 def test_more_memory_never_holds_fewer_and_the_safe_number_is_never_above_the_mean(
@@ -213,7 +215,8 @@ def test_more_memory_never_holds_fewer_and_the_safe_number_is_never_above_the_me
     assert fewer.paged.safe <= many.paged.safe
     shared = counted(model(), memory, lengths(*requests, Request(prompt=4000, output=9)), shared=1000)
     bare = counted(model(), memory, lengths(*requests, Request(prompt=4000, output=9)))
-    assert shared.prefix.mean >= bare.paged.mean - 1
+    assert shared.prefix.mean >= bare.paged.mean
+    assert shared.prefix.safe >= bare.paged.safe
     assert shared.paged == bare.paged
 
 

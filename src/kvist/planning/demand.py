@@ -29,6 +29,10 @@ class Users:
     mean: int
     safe: int
 
+    def at_least(self, other: "Users") -> "Users":
+        """The larger of each."""
+        return Users(mean=max(self.mean, other.mean), safe=max(self.safe, other.safe))
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageUsers:

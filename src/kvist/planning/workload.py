@@ -12,7 +12,9 @@ few dozen sequences with heavy tails that a GPU holds. Prices are dealt out to t
 which keeps their mean.
 
 **Shared prefixes.** What prompts have in common is stored once, in the layers that keep every token: windows, chunks
-and states are a sequence's own.
+and states are a sequence's own. A prefix is there while any sequence has it, of n sequences with the probability
+``1 - (1 - p) ** n``; so sharing never takes more than each for itself. The 99 % is the better of two bounds: the prefix
+always there, and nothing shared.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,23 +73,20 @@ def mix_users(mix: Mix, groups: tuple[Group, ...], layout: ArenaLayout, *, chunk
     """
     room = _room(mix, groups, layout, chunk)
     bare, sharing = _Priced.of(mix, groups), _Priced.sharing(mix, groups)
-    return MixUsers(
-        paged=bare.users(room), prefix=None if sharing is None else sharing.users(room), mean_bytes=bare.mean
-    )
+    paged = bare.users(room)
+    prefix = None if sharing is None else sharing.users(room).at_least(paged)
+    return MixUsers(paged=paged, prefix=prefix, mean_bytes=bare.mean)
 
 
 def mix_holds(mix: Mix, groups: tuple[Group, ...], layout: ArenaLayout, *, users: int, chunk: int) -> bool:
     """Whether a cache holds so many of a mix 99 % of the time, with what they have in common stored once."""
-    priced = _Priced.sharing(mix, groups) or _Priced.of(mix, groups)
-    return priced.holds(users, _room(mix, groups, layout, chunk))
+    room = _room(mix, groups, layout, chunk)
+    return any(priced.holds(users, room) for priced in _Priced.ways(mix, groups))
 
 
 def mix_least(mix: Mix, groups: tuple[Group, ...], users: int) -> int:
     """Bytes of blocks that hold so many 99 % of the time, whatever else a cache needs."""
-    priced = _Priced.sharing(mix, groups) or _Priced.of(mix, groups)
-    # Far out on the right; the grid then still is a thousandth of the answer.
-    most = max(priced.mean, float(priced.price[priced.weight > 0].max()) / max(1, users) * 4) * users * 2
-    return max(0, round(_Sums(priced.price, priced.weight, most).quantile(users) - priced.saved(users).safe))
+    return min(priced.least(users) for priced in _Priced.ways(mix, groups))
 
 
 def _room(mix: Mix, groups: Sequence[Group], layout: ArenaLayout, chunk: int) -> float:
@@ -127,16 +126,22 @@ class _Priced:
         if mix.shared:
             once = shared_bytes(groups, mix.shared)
             inside = mix.having_prefix
+            without = max(0.0, 1 - float(inside.sum()))
             # Shorter prompts cannot have the prefix: their sequences share nothing.
             return cls(
                 price=np.concatenate([np.maximum(0.0, bare.price - once), bare.price]),
                 weight=np.concatenate([inside, np.maximum(0.0, bare.weight - inside)]),
-                saved=lambda users: Saved(mean=-once, safe=-once),
+                saved=lambda users: Saved(mean=-once * (1 - without**users), safe=-once),
             )
         if mix.block_tokens is None:
             return None
         of_block = shared_bytes(groups, mix.block_tokens)
         return cls(price=bare.price, weight=bare.weight, saved=lambda users: mix.in_common.saved(users).times(of_block))
+
+    @classmethod
+    def ways(cls, mix: Mix, groups: tuple[Group, ...]) -> "list[_Priced]":
+        """Every sequence for itself, and what they have in common stored once: bounds of which the better holds."""
+        return [way for way in (cls.sharing(mix, groups), cls.of(mix, groups)) if way is not None]
 
     @property
     def mean(self) -> float:
@@ -147,6 +152,12 @@ class _Priced:
         """Whether so many stay within a room 99 % of the time."""
         space = room + self.saved(users).safe
         return space > 0 and _Sums(self.price, self.weight, space).within(users)
+
+    def least(self, users: int) -> int:
+        """Bytes within which so many stay 99 % of the time."""
+        # Far out on the right; the grid then still is a thousandth of the answer.
+        most = max(self.mean, float(self.price[self.weight > 0].max()) / max(1, users) * 4) * users * 2
+        return max(0, round(_Sums(self.price, self.weight, most).quantile(users) - self.saved(users).safe))
 
     def users(self, room: float) -> Users:
         """Most sequences on average, and 99 % of the time."""
