@@ -201,7 +201,13 @@ void many_rows(const Matrix& m, Work& mine, std::int64_t first, std::int64_t end
     const float* done = nullptr;
     std::int64_t done_panel = 0, done_row = 0;
     int done_count = 0, turn = 0;
+    const std::int64_t width = m.outputs * (m.result == Matrix::kFloat32 ? 4 : 2) / (m.gated() ? 2 : 1);
+    char* next = nullptr;
+    int next_count = 0;
     const auto beside = [&](std::int64_t step) {
+        // Ask for the lines that this block's results will be written to.
+        for (std::int64_t i = step * share; i < std::min<std::int64_t>((step + 1) * share, next_count); ++i)
+            asm volatile("prefetchw (%0)" ::"r"(next + i * width));
         const int from = static_cast<int>(std::min<std::int64_t>(step * share, done_count));
         write(m, done, done_panel, from, std::min(from + share, done_count), out, done_row, bias);
     };
@@ -211,6 +217,8 @@ void many_rows(const Matrix& m, Work& mine, std::int64_t first, std::int64_t end
         const bf16* from = kAmx && count % kLanes != 0 ? tail : x + row * m.inputs;
         for (std::int64_t panel = first; panel < end; ++panel) {
             float* sums = mine.sums[turn];
+            next = static_cast<char*>(out) + row * width + panel * (width * kPanel / m.outputs);
+            next_count = count;
             turn ^= 1;
             block<kAmx>(sums, from, m.inputs, panels + (panel - first) * steps * 512, steps, count, false, beside);
             done = sums;

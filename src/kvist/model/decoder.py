@@ -106,8 +106,10 @@ class Decoder:
         rotations = [rotary.tables(step.positions, self.dtype, self.kernels) for rotary in self.rotaries]
         stream = Residual(x) if self.kernels is None else FusedResidual(x, self.kernels)
         for layer in self.layers:
-            layer(stream, rotations[layer.rotary], step.attention[layer.group])
-        logits = self.head(self.norm(stream.rows(step.sampled)))
+            # Behind the last attention only what is sampled is read.
+            rows = step.sampled if layer is self.layers[-1] and len(step.sampled) < len(x) else None
+            stream = layer(stream, rotations[layer.rotary], step.attention[layer.group], rows)
+        logits = self.head(stream.normed(self.norm))
         if self.final_softcap is not None:
             logits = torch.tanh(logits / self.final_softcap) * self.final_softcap
         return logits
@@ -143,10 +145,18 @@ class Layer:
         stream: Residual | FusedResidual,
         rotation: Rotation | FusedRotation,
         attention: AttentionPlan | PagedPlan,
-    ) -> None:
-        """Add to the stream ``[tokens, hidden]``; stores the tokens' keys and values."""
-        stream.add(self.mixer(stream.normed(self.before_mixer), rotation, attention), self.after_mixer)
+        rows: Tensor | None = None,
+    ) -> Residual | FusedResidual:
+        """Add to the stream ``[tokens, hidden]`` and return it; stores the tokens' keys and values.
+
+        With ``rows`` nothing but these is computed behind the attention, and returned.
+        """
+        change = self.mixer(stream.normed(self.before_mixer), rotation, attention, rows)
+        if rows is not None:
+            stream = stream.rows(rows)
+        stream.add(change, self.after_mixer)
         stream.add(self.mlp(stream.normed(self.before_mlp)), self.after_mlp)
+        return stream
 
 
 class GatedMLP:

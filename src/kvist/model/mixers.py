@@ -80,9 +80,16 @@ class AttentionMixer:
             )
             self.norm = RMSNorm(multipliers, config["rms_norm_eps"])
 
-    def __call__(self, x: Tensor, rotation: Rotation | FusedRotation, attention: AttentionPlan | PagedPlan) -> Tensor:
-        """Mix ``[tokens, hidden]``; stores the tokens' keys and values."""
+    def __call__(
+        self,
+        x: Tensor,
+        rotation: Rotation | FusedRotation,
+        attention: AttentionPlan | PagedPlan,
+        rows: Tensor | None,
+    ) -> Tensor:
+        """Mix ``[tokens, hidden]``; stores the tokens' keys and values. With ``rows`` only those are returned."""
         projected = self.qkv(x).view(len(x), self.turned + self.kv_heads, self.dim)
         rotation.turn(projected[:, : self.turned], self.norm)
         queries = projected[:, : self.turned - self.kv_heads].view(len(x), self.repeats, self.kv_heads, self.dim)
-        return self.output(attention.attend(self.slot, queries, projected[:, self.turned - self.kv_heads :]))
+        mixed = attention.attend(self.slot, queries, projected[:, self.turned - self.kv_heads :])
+        return self.output(mixed if rows is None else mixed.index_select(0, rows))

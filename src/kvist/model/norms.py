@@ -57,9 +57,9 @@ class Residual:
         torch.neg(self.x, out=self.negative)
         return norm.of_mirrored(self.mirrored)
 
-    def rows(self, index: Tensor) -> Tensor:
+    def rows(self, index: Tensor) -> "Residual":
         """Some rows of the stream, copied."""
-        return self.x.index_select(0, index)
+        return Residual(self.x.index_select(0, index))
 
 
 class FusedResidual:
@@ -88,10 +88,9 @@ class FusedResidual:
         self.change = self.after = None
         return out
 
-    def rows(self, index: Tensor) -> Tensor:
+    def rows(self, index: Tensor) -> "FusedResidual":
         """Some rows of the stream, copied."""
-        x = self.x.index_select(0, index)
+        rows = FusedResidual(self.x.index_select(0, index), self.kernels)
         if self.change is not None:
-            change = self.change.index_select(0, index)
-            x += change if self.after is None else self.after(change)
-        return x
+            rows.add(self.change.index_select(0, index), self.after)
+        return rows
