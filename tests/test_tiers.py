@@ -12,7 +12,6 @@ from hypothesis.stateful import invariant, precondition, rule
 from test_cache_machine import BLOCK, SHAPES, CacheMachine, Memory
 
 from kvist.cache.arena import ArenaLayout
-from kvist.cache.digests import DIGEST_BYTES
 from kvist.cache.groups import Group
 from kvist.cache.manager import CacheManager, Reservation, Sequence
 from kvist.cache.prefix import PrefixKey
@@ -399,7 +398,7 @@ class TieredMachine(CacheMachine):
                 tokens = [token for run in reversed(path) for token in run.tokens.tolist()]
                 chain = names.chain(names.root(self.manager.tree.key_of(node)), self.manager.begin(tokens).tokens)
                 assert node.digests == chain[-len(node.digests) :]
-                assert len(node.digests) == node.tokens.size // BLOCK * DIGEST_BYTES
+                assert len(node.digests) == node.tokens.size // BLOCK
 
 
 TieredMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

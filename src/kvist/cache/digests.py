@@ -34,38 +34,40 @@ class Digests:
             digest = self._roots[key] = blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
         return digest
 
-    def chain(self, previous: bytes, tokens: Tokens) -> bytes:
-        """Names of successive whole blocks, ``DIGEST_BYTES`` each, behind the block called ``previous``."""
+    def chain(self, previous: bytes, tokens: Tokens) -> list[bytes]:
+        """Names of successive whole blocks behind the block called ``previous``."""
         step = self.unit_tokens * tokens.itemsize
         content = tokens.tobytes()
         digests = []
         for start in range(0, len(content) - step + 1, step):
             previous = blake2b(previous + content[start : start + step], digest_size=DIGEST_BYTES).digest()
             digests.append(previous)
-        return b"".join(digests)
+        return digests
 
-    def of_node(self, tree: "PrefixTree", node: Node) -> bytes:
+    def of_node(self, tree: "PrefixTree", node: Node) -> list[bytes]:
         """Names of the blocks of a node's run."""
         path = []
         top = node
         while top.parent is not None and top.digests is None:
             path.append(top)
             top = top.parent
-        previous = self.root(tree.key_of(top)) if top.parent is None else (top.digests or b"")[-DIGEST_BYTES:]
+        previous = top.digests[-1] if top.digests else self.root(tree.key_of(top))
         for below in reversed(path):
             below.digests = self.chain(previous, below.tokens)
-            previous = below.digests[-DIGEST_BYTES:]
-        return node.digests or b""
+            previous = below.digests[-1]
+        return node.digests or []
 
     def of_sequence(self, tree: "PrefixTree", sequence: "Sequence", match: "Match", place: int) -> bytes:
         """Name of one block of a sequence, the first behind a match or the next after one that was asked for."""
         names = sequence.digests
-        matched = match.tokens // self.unit_tokens * DIGEST_BYTES
+        if names is None:
+            names = sequence.digests = []
+        matched = match.tokens // self.unit_tokens
         if len(names) < matched:
-            names[:] = b"".join(self.of_node(tree, node) for node in match.nodes)
-            del names[matched:]
-        end = (place + 1) * DIGEST_BYTES
-        if len(names) < end:
-            previous = bytes(names[-DIGEST_BYTES:]) if names else self.root(sequence.key)
-            names += self.chain(previous, sequence.tokens[place * self.unit_tokens : (place + 1) * self.unit_tokens])
-        return bytes(names[end - DIGEST_BYTES : end])
+            names[:] = [name for node in match.nodes for name in self.of_node(tree, node)][:matched]
+        if len(names) == place:
+            # A few at once, as what is found once is often found for long.
+            previous = names[-1] if names else self.root(sequence.key)
+            end = min(2 * place - matched + 1, sequence.size // self.unit_tokens)
+            names += self.chain(previous, sequence.tokens[place * self.unit_tokens : end * self.unit_tokens])
+        return names[place]

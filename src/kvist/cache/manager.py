@@ -71,7 +71,7 @@ class Sequence:
         self.begun = False
         self.node: Node | None = None
         self.published = 0
-        self.digests = bytearray()
+        self.digests: list[bytes] | None = None
         self.swapped: Swapped | None = None
 
     def append(self, token: int) -> None:

@@ -18,7 +18,6 @@ from itertools import count
 import numpy as np
 
 from kvist.cache.arena import Arena, Ids
-from kvist.cache.digests import DIGEST_BYTES
 from kvist.cache.groups import Group
 from kvist.cache.reclaim import LRU, Node, Order, ReclaimQueue, Tokens
 from kvist.cache.tiers import TierStack
@@ -252,8 +251,8 @@ class PrefixTree:
         node.tokens = node.tokens[tokens:]
         node.blocks = [ids[blocks:] for ids in node.blocks]
         if node.digests is not None:
-            upper.digests = node.digests[: blocks * DIGEST_BYTES]
-            node.digests = node.digests[blocks * DIGEST_BYTES :]
+            upper.digests = node.digests[:blocks]
+            node.digests = node.digests[blocks:]
         node.parent = upper
         upper.children[self._edge(node)] = node
         if node.stale:
@@ -345,7 +344,7 @@ class PrefixTree:
             node.tokens = node.tokens[:-surplus]
             node.blocks = [ids[:keep] for ids in node.blocks]
             if node.digests is not None:
-                node.digests = node.digests[: keep * DIGEST_BYTES]
+                del node.digests[keep:]
             node.end -= surplus
 
     def _remove(self, node: Node) -> None:

@@ -74,7 +74,7 @@ class Node:
         self.blocks = blocks
         self.end = end
         self.children: dict[bytes, Node] = {}
-        self.digests: bytes | None = None
+        self.digests: list[bytes] | None = None
         self.users = 0
         self.last_used = 0
         self.uses = 0

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvist.cache.arena import Ids
-from kvist.cache.digests import DIGEST_BYTES, Digests
+from kvist.cache.digests import Digests
 from kvist.cache.groups import Group
 from kvist.cache.reclaim import Node
 from kvist.errors import InputError
@@ -157,9 +157,17 @@ class _Shelf:
         self.read = [0, 0]
         self.written = [0, 0]
 
-    @property
-    def surplus(self) -> int:
-        return self.cached_bytes + self.swapped_bytes - self.tier.capacity_bytes
+
+class _Sizes(dict[int, int]):
+    """Bytes of a block by the bits of the groups that are there."""
+
+    def __init__(self, unit_bytes: Seq[int]) -> None:
+        super().__init__()
+        self._unit_bytes = unit_bytes
+
+    def __missing__(self, groups: int) -> int:
+        size = self[groups] = sum(each for group, each in enumerate(self._unit_bytes) if groups >> group & 1)
+        return size
 
 
 class TierStack:
@@ -181,7 +189,7 @@ class TierStack:
         self._digests = Digests(unit_tokens)
         self._unit_blocks = [max(1, unit_tokens // group.block_tokens) for group in groups]
         self._unit_bytes = [count * group.block_bytes for count, group in zip(self._unit_blocks, groups, strict=True)]
-        self._sizes: dict[int, int] = {}
+        self._sizes = _Sizes(self._unit_bytes)
 
     # -- write ----------------------------------------------------------------------------------------------
 
@@ -196,13 +204,11 @@ class TierStack:
             self._put_run(tree, node, 0, self._through)
 
     def _put_run(self, tree: "PrefixTree", node: Node, keep: int, levels: Seq[int]) -> None:
-        digests = self._digests.of_node(tree, node)
-        present = self._present(node)
         # The deepest first, as it is to be evicted first.
-        for place in range(len(present) - 1, keep - 1, -1):
-            digest = digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
-            for level in levels:
-                self._put(level, digest, present[place])
+        digests = self._digests.of_node(tree, node)[keep:][::-1]
+        present = self._present(node)[keep:][::-1]
+        for level in levels:
+            self._put(level, digests, present)
 
     def _present(self, node: Node) -> list[int]:
         """Bits of the groups of which each block of a node is there."""
@@ -213,37 +219,42 @@ class TierStack:
         found: list[int] = bits.tolist()
         return found
 
-    def _put(self, level: int, digest: bytes, groups: int) -> None:
+    def _put(self, level: int, digests: list[bytes], groups: list[int]) -> None:
+        """Write blocks of which these groups are there to a tier, as far as it lacks them; the most recent last."""
         shelf = self._shelves[level]
-        before = shelf.blocks.get(digest)
-        if before is not None:
-            shelf.blocks.move_to_end(digest)
-            if before | groups == before:
-                return
-        shelf.blocks[digest] = together = groups | (before or 0)
-        more = self._size(together) - self._size(before or 0)
-        shelf.cached_bytes += more
-        if more:
-            _count(shelf.written, self.unit_tokens if before is None else 0, more)
+        blocks = shelf.blocks
+        tokens = size = 0
+        for digest, more in zip(digests, groups, strict=True):
+            before = blocks.get(digest)
+            if before is None:
+                blocks[digest] = more
+                tokens += self.unit_tokens
+                size += self._sizes[more]
+            else:
+                blocks.move_to_end(digest)
+                if before | more != before:
+                    blocks[digest] = before | more
+                    size += self._sizes[before | more] - self._sizes[before]
+        shelf.cached_bytes += size
+        _count(shelf.written, tokens, size)
         self._evict(level)
 
     def _evict(self, level: int) -> None:
         """Evict what a tier has too much of, to the next where that one is written back to."""
         shelf = self._shelves[level]
+        surplus = shelf.cached_bytes + shelf.swapped_bytes - shelf.tier.capacity_bytes
+        digests: list[bytes] = []
+        groups: list[int] = []
+        while surplus > 0 and shelf.blocks:
+            digest, there = shelf.blocks.popitem(last=False)
+            size = self._sizes[there]
+            surplus -= size
+            shelf.cached_bytes -= size
+            digests.append(digest)
+            groups.append(there)
         following = level + 1
-        passes_on = following < len(self.tiers) and self.tiers[following].write == "write-back"
-        while shelf.surplus > 0 and shelf.blocks:
-            digest, groups = shelf.blocks.popitem(last=False)
-            shelf.cached_bytes -= self._size(groups)
-            if passes_on:
-                self._put(following, digest, groups)
-
-    def _size(self, groups: int) -> int:
-        size = self._sizes.get(groups)
-        if size is None:
-            size = sum(each for group, each in enumerate(self._unit_bytes) if groups >> group & 1)
-            self._sizes[groups] = size
-        return size
+        if digests and following < len(self.tiers) and self.tiers[following].write == "write-back":
+            self._put(following, digests, groups)
 
     # -- read -----------------------------------------------------------------------------------------------
 
@@ -272,26 +283,28 @@ class TierStack:
             return None
         tables = self._tables(match, tokens)
         count = tokens // unit - start
-        moved: dict[int, Moved] = {}
-        for place, level in enumerate(levels[:count], start):
-            before = moved.get(level, Moved(self.tiers[level].name, 0, 0))
-            size = self._missing_bytes(tables, tokens, place, place + 1)
-            moved[level] = Moved(before.tier, before.tokens + unit, before.bytes + size)
-        return Resumption(tokens, tables, tuple(moved.values()), digests[:count], levels[:count])
+        sizes = self._missing_bytes(tables, tokens, np.arange(start, start + count))
+        near = np.array(levels[:count])
+        loads = tuple(
+            Moved(self.tiers[level].name, unit * int(np.count_nonzero(near == level)), int(sizes[near == level].sum()))
+            for level in sorted(set(levels[:count]))
+        )
+        return Resumption(tokens, tables, loads, digests[:count], levels[:count])
 
     def find_swapped(self, swapped: Swapped, match: "Match") -> Resumption | None:
         """The same of what a sequence had when it was swapped out; None where the match has as much."""
         if swapped.tokens <= match.tokens:
             return None
         tables = self._tables(match, swapped.tokens)
-        size = self._missing_bytes(tables, swapped.tokens, 0, -(-swapped.tokens // self.unit_tokens))
+        size = int(self._missing_bytes(tables, swapped.tokens, np.arange(-(-swapped.tokens // self.unit_tokens))).sum())
         loads = (Moved(self.tiers[0].name, swapped.tokens - match.tokens, size),)
         return Resumption(swapped.tokens, tables, loads, [], [])
 
     def load(self, resumption: Resumption) -> None:
         """It is loaded; the tiers keep it, as most recently used."""
         for load in resumption.loads:
-            _count(next(shelf for shelf in self._shelves if shelf.tier.name == load.tier).read, load.tokens, load.bytes)
+            shelf = next(shelf for shelf in self._shelves if shelf.tier.name == load.tier)
+            _count(shelf.read, load.tokens, load.bytes)
         for digest, level in zip(reversed(resumption.digests), reversed(resumption.levels), strict=True):
             self._shelves[level].blocks.move_to_end(digest)
 
@@ -323,13 +336,14 @@ class TierStack:
                 tables.append(ids)
         return tables
 
-    def _missing_bytes(self, tables: list[Ids], tokens: int, start: int, stop: int) -> int:
-        """Of the blocks ``start … stop - 1`` of a prefix of ``tokens``, what the tables lack."""
-        size = 0
+    def _missing_bytes(self, tables: list[Ids], tokens: int, places: Ids) -> npt.NDArray[np.int64]:
+        """Of each of these blocks of a prefix of ``tokens``, what the tables lack."""
+        sizes = np.zeros(places.size, np.int64)
         for group, table, count in zip(self._groups, tables, self._unit_blocks, strict=True):
             end = group.first_live_block(tokens) + group.live_blocks(tokens)
-            size += max(0, min(end, stop * count) - max(table.size, start * count)) * group.block_bytes
-        return size
+            first = np.maximum(places * count, table.size)
+            sizes += np.maximum(np.minimum(places * count + count, end) - first, 0) * group.block_bytes
+        return sizes
 
     # -- swap -----------------------------------------------------------------------------------------------
 

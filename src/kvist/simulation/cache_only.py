@@ -14,8 +14,6 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +26,9 @@ Ints = npt.NDArray[np.int64]
 # Requests of which the ids are Python objects at once: a long trace stays an array.
 _STRETCH = 1024
 _GONE = -1
+
+# Of a request its number, the blocks that it uses, how many of them it may share, and how many it takes in all.
+_Request = tuple[int, list[int], int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,25 +164,16 @@ class _Uses:
         """Blocks with which none is ever reclaimed."""
         return self.names + int(self.needed.max(initial=0))
 
-    def __iter__(self) -> Iterator["_Request"]:
+    def __iter__(self) -> Iterator[_Request]:
+        # Without a line of Python for each request: a replay under LRU goes over them twice.
         for start in range(0, self.most.size, _STRETCH):
-            offsets = self.offsets[start : start + _STRETCH + 1]
-            first = int(offsets[0])
-            ids = self.ids[first : offsets[-1]].tolist()
-            ends = (offsets - first).tolist()
-            most = self.most[start : start + _STRETCH].tolist()
-            needed = self.needed[start : start + _STRETCH].tolist()
-            for place, (end, following) in enumerate(pairwise(ends)):
-                yield _Request(start + place, ids[end:following], most[place], needed[place])
-
-
-class _Request(NamedTuple):
-    """One request of :class:`_Uses`."""
-
-    number: int
-    ids: list[int]
-    most: int
-    needed: int
+            stop = min(start + _STRETCH, self.most.size)
+            offsets = self.offsets[start : stop + 1]
+            ids = self.ids[offsets[0] : offsets[-1]].tolist()
+            ends = (offsets - offsets[0]).tolist()
+            own = map(ids.__getitem__, map(slice, ends, ends[1:]))
+            most, needed = self.most[start:stop].tolist(), self.needed[start:stop].tolist()
+            yield from zip(range(start, stop), own, most, needed, strict=True)
 
 
 def _lru(uses: _Uses, room: int) -> Iterator[int]:
