@@ -9,7 +9,7 @@ import pytest
 from kvist.engine.engine import Engine
 from kvist.errors import UnsupportedModel
 from kvist.spec.known import KNOWN
-from kvist.spec.layers import Attention, Cross, Indexer, Latent, Layer, Nothing, Parallel, State
+from kvist.spec.layers import Attention, Compressed, Cross, Indexer, Latent, Layer, Nothing, Parallel, State
 from kvist.spec.model import ModelSpec
 
 OWN = Attention(kv_heads=2, key_dim=16, value_dim=16)
@@ -39,6 +39,7 @@ def model(*layers: Layer, **config: Any) -> ModelSpec:
     [
         (Latent(rank=32, rope_dim=0), "layers of kind latent"),
         (State(name="mamba2", state_elements=4), "layers of kind state"),
+        (Compressed(rank=32, rope_dim=0, ratio=4), "layers of kind compressed"),
         (Nothing(), "layers of kind nothing"),
         (Parallel(parts=(OWN, Cross(kv_heads=1, key_dim=16, value_dim=16))), "layers of kind parallel"),
         (replace(OWN, chunk=8), "attention in chunks"),

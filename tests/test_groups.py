@@ -6,9 +6,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from memory_layers import LAYERS, models
 
-from kvist.cache.arena import Arena, ArenaLayout
+from kvist.cache.arena import Arena
 from kvist.cache.groups import Group, groups_of
-from kvist.cache.manager import CacheManager
 from kvist.errors import DoesNotFit, InputError, UnsupportedModel
 from kvist.planning.capacity import allocated_bytes, capacity_of
 from kvist.spec.formats import CacheFormat
@@ -109,10 +108,11 @@ def test_a_chunk_reuses_up_to_a_point_whose_chunk_is_there(chunk: int, block: in
     assert group.reusable_blocks(np.array(flags, bool)) == max(possible)
 
 
-def test_states_and_encoders_are_not_found_by_prefix() -> None:
+def test_states_are_found_where_they_were_kept_and_encoders_nowhere() -> None:
     present = np.ones(8, bool)
     (state,) = groups_of(model(*[State(name="mamba2", state_elements=8)] * 3), BF16)
-    assert (state.reusable_blocks(present), state.block_bytes) == (0, 32)
+    assert [state.reusable_blocks(np.array(kept, bool)) for kept in ([1] * 8, [1, 0, 1, 0], [0, 0], [])] == [8, 3, 0, 0]
+    assert state.block_bytes == 32
     assert (state.live_blocks(0), state.live_blocks(9), state.peak_blocks(9, 4)) == (0, 3, 3)
     cross = only(Cross(kv_heads=1, key_dim=64, value_dim=64, encoder_tokens=33))
     assert (cross.reusable_blocks(present), cross.live_blocks(1), cross.live_blocks(0)) == (0, 3, 0)
@@ -169,16 +169,6 @@ def test_what_cannot_be_grouped_is_refused() -> None:
         groups_of(model(Cross(kv_heads=1, key_dim=64, value_dim=64)), BF16, encoder_tokens=-1)
     with pytest.raises(InputError, match="toy stores nothing"):
         groups_of(model(Nothing()), BF16)
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [State(name="mamba", state_elements=4), Compressed(rank=64, rope_dim=0, ratio=64)],
-)
-def test_the_cache_manages_groups_of_tokens_in_equal_blocks_alone(layer: Layer) -> None:
-    groups = groups_of(model(FULL, layer), BF16)
-    with pytest.raises(UnsupportedModel, match="the cache manages tokens in blocks of one size"):
-        CacheManager(groups, ArenaLayout.of(groups, 2**20))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
-from test_cache_machine import BLOCK, SHAPES, CacheMachine, Memory
+from test_cache_machine import SHAPES, CacheMachine, Memory
 
 from kvist.cache.arena import ArenaLayout
 from kvist.cache.groups import Group
@@ -274,7 +274,11 @@ def conserved(manager: CacheManager, waiting: list[Sequence]) -> None:
     swapped = sum(sequence.swapped.bytes for sequence in waiting if sequence.swapped)
     for level, (shelf, occupied) in enumerate(zip(manager.tiers._shelves, manager.tiers.occupied(), strict=True)):
         sizes = [
-            sum(group.block_bytes for index, group in enumerate(manager.groups) if bits >> index & 1)
+            sum(
+                (group.fixed_blocks or manager.unit_tokens // group.block_tokens) * group.block_bytes
+                for index, group in enumerate(manager.groups)
+                if bits >> index & 1
+            )
             for bits in shelf.blocks.values()
         ]
         assert occupied.cached_bytes == sum(sizes)
@@ -343,16 +347,17 @@ class TieredMachine(CacheMachine):
         """Do what the loads say: put into blocks what they are to hold, which must have been stored before."""
         moved = 0
         start = sequence.length - sum(load.tokens for load in reservation.loads)
-        assert start % BLOCK == 0
+        assert start % self.manager.unit_tokens == 0
         for group, spec in enumerate(self.manager.groups):
             for block, content in self.memory.slots(sequence, group, start, sequence.length):
                 if block >= 0:
                     moved += spec.block_bytes
-                    whole = len(content[1]) % BLOCK == 0
+                    whole = spec.lifetime == "state" or len(content[-1]) % spec.block_tokens == 0
                     assert not whole or (group, content) in self.memory.written
                     self.memory.blocks[group][block] = content
         assert moved == sum(load.bytes for load in reservation.loads)
-        self.memory.check(sequence)
+        for group in range(len(self.manager.groups)):
+            self.memory.check(sequence, sequence.length, group)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -375,6 +380,7 @@ class TieredMachine(CacheMachine):
         if sequence.size == length:
             sequence.append(1)
         if self.reserve(sequence, budget):
+            self.store([sequence])
             assert sequence.length > length
             assert sequence.swapped is None
             self.away.remove(sequence)
@@ -398,7 +404,7 @@ class TieredMachine(CacheMachine):
                 tokens = [token for run in reversed(path) for token in run.tokens.tolist()]
                 chain = names.chain(names.root(self.manager.tree.key_of(node)), self.manager.begin(tokens).tokens)
                 assert node.digests == chain[-len(node.digests) :]
-                assert len(node.digests) == node.tokens.size // BLOCK
+                assert len(node.digests) == node.tokens.size // self.manager.unit_tokens
 
 
 TieredMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

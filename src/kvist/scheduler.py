@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy.typing as npt
 
-from kvist.cache.manager import CacheManager, Reservation, Sequence
+from kvist.cache.manager import BlockCopy, CacheManager, Reservation, Sequence
 from kvist.cache.prefix import PrefixKey
 from kvist.cache.tiers import NO_TRAFFIC, Traffic
 from kvist.errors import DoesNotFit, InputError
@@ -91,11 +91,13 @@ class Batch:
         chunks: a part for each request that takes part.
         preempted: requests that had to give their blocks back, or were swapped out.
         traffic: what moves between the device and its tiers before the step, or has moved since the last one.
+        copies: states to copy before the step, in order.
     """
 
     chunks: list[Chunk]
     preempted: list[Request]
     traffic: Traffic = NO_TRAFFIC
+    copies: list[BlockCopy] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -252,6 +254,7 @@ class Scheduler:
         """Choose what the next step computes, and reserve its memory."""
         chunks: list[Chunk] = []
         preempted: list[Request] = []
+        copies: list[BlockCopy] = []
         budget = self.limits.max_batch_tokens
         index = 0
         while index < len(self.running) and budget:
@@ -289,9 +292,10 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             request.state = "running"
             self._count_hit(request, reservation)
+            copies += reservation.copies
             budget -= self._schedule(chunks, request, reservation.limit)
         tiers = self.manager.tiers
-        return Batch(chunks, preempted, tiers.take_traffic() if tiers else NO_TRAFFIC)
+        return Batch(chunks, preempted, tiers.take_traffic() if tiers else NO_TRAFFIC, copies)
 
     def _isolate(self, request: Request) -> None:
         """A lone request ran out of memory: its blocks lie scattered over slabs that another group needs.
@@ -343,10 +347,12 @@ class Scheduler:
         self.counters.preempted += 1
         self.waiting.appendleft(request)
 
-    def commit(self, batch: Batch) -> None:
-        """The step's keys and values are stored."""
+    def commit(self, batch: Batch) -> list[BlockCopy]:
+        """The step's keys and values are stored; returns the states to copy, in order, before the next step."""
+        copies: list[BlockCopy] = []
         for chunk in batch.chunks:
-            self.manager.commit(chunk.request.sequence, chunk.start + chunk.count)
+            copies += self.manager.commit(chunk.request.sequence, chunk.start + chunk.count)
+        return copies
 
     def append(self, request: Request, token: int) -> None:
         """A token was sampled for a running request."""

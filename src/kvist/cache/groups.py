@@ -19,9 +19,11 @@ full          of all tokens                               up to the first block 
 window        of those that its next query sees           up to a point whose window is all there
 chunk         of those since the chunk's first token      up to a point whose chunk, so far, is there
 compressed    of whole entries, ``ratio`` tokens each     as full
-state         one a layer, whatever the length            none: a state is not kept at earlier points
+state         one a layer, whatever the length            up to a point where a checkpoint was taken
 cross         of the encoder's tokens                     none: they are not the sequence's own
 ============  ==========================================  ============================================
+
+Block ``i`` of a state group's table is the state of ``layers[i]``; an encoder's lie in the order of its tokens.
 
 Groups answer two questions: which of my blocks are dead at this position, and how much of this prefix can I
 reuse.
@@ -46,6 +48,9 @@ if TYPE_CHECKING:
 
 DEFAULT_BLOCK_TOKENS = 16
 MAX_BLOCK_TOKENS = 1 << 20
+
+ENDLESS = 1 << 62
+"""More tokens than any sequence has: what fixed blocks are enough for."""
 
 Lifetime = Literal["full", "window", "chunk", "compressed", "state", "cross"]
 
@@ -96,6 +101,17 @@ class Group:
         """Whether blocks die before their sequence does."""
         return self.lifetime in ("window", "chunk")
 
+    @cached_property
+    def fixed_blocks(self) -> int | None:
+        """Blocks of every sequence, whatever its length; None where blocks are those of its tokens."""
+        match self.layer:
+            case State():
+                return len(self.layers)
+            case Cross(encoder_tokens=int(encoder)):
+                return -(-encoder // self.block_tokens)
+            case _:
+                return None
+
     @property
     def attention(self) -> Attention:
         """The layer, where it is plain attention: what the engine computes.
@@ -144,14 +160,36 @@ class Group:
             return 0
         return (length - window + 1) // self.block_tokens
 
+    def all_blocks(self, tokens: int) -> int:
+        """Blocks that ``tokens`` fill, the last one maybe in part, if none die; of compressed layers, their entries."""
+        if self.fixed_blocks is not None:
+            return self.fixed_blocks if tokens else 0
+        return -(-(tokens - tokens % self._entry_tokens) // self.block_tokens)
+
+    def room(self, blocks: int) -> int:
+        """Most tokens of a sequence for which so many blocks, dead ones included, are enough."""
+        if self.fixed_blocks is not None:
+            return ENDLESS if blocks else 0
+        return blocks * self.block_tokens + self._entry_tokens - 1
+
+    def unfilled_bytes(self, blocks: int, tokens: int) -> int:
+        """Bytes of a sequence's ``blocks``, dead ones included, that ``tokens`` leave empty."""
+        match self.layer:
+            case State():
+                return 0
+            case Cross(encoder_tokens=int(encoder)):
+                tokens = encoder
+        empty = blocks * self.block_tokens - (tokens - tokens % self._entry_tokens)
+        return max(0, empty) * self.block_bytes // self.block_tokens
+
     def live_blocks(self, length: int, in_flight: int = 0) -> int:
         """Blocks held by a sequence of which ``length`` tokens are stored and ``in_flight`` more are being."""
-        end = self._all_blocks(length + in_flight)
+        end = self.all_blocks(length + in_flight)
         return end - min(self.first_live_block(length), end)
 
     def peak_blocks(self, length: int, chunk: int) -> int:
         """Most blocks held on the way to ``length`` tokens when at most ``chunk`` of them are in flight at once."""
-        all_blocks = self._all_blocks(length)
+        all_blocks = self.all_blocks(length)
         if not self.gives_back:
             return all_blocks
         block, flight = self.block_tokens, min(chunk, length)
@@ -164,11 +202,13 @@ class Group:
     def reusable_blocks(self, present: "npt.NDArray[np.bool_]") -> int:
         """Longest prefix, in blocks, after which a sequence can go on with what is ``present``.
 
-        A full group needs every block; a window or chunk those that its next query sees; a state or an encoder's
-        tokens cannot be found in blocks of tokens at all.
+        A full group needs every block; a window or chunk those that its next query sees; a state must have been kept
+        at the very end, and what is ``present`` of it are the blocks of tokens at whose end it was. An encoder's tokens
+        cannot be found in blocks of the sequence's at all.
         """
-        if self.lifetime in ("state", "cross"):
-            return 0
+        if self.fixed_blocks is not None:
+            (kept,) = present.nonzero()
+            return int(kept[-1]) + 1 if kept.size and self.lifetime == "state" else 0
         (missing,) = (~present).nonzero()
         if not self.gives_back:
             return int(missing[0]) if missing.size else len(present)
@@ -190,17 +230,10 @@ class Group:
         needed_from = ends * self.block_tokens // self._chunk * self._chunk // self.block_tokens
         return int(ends[last_gap < needed_from].max(initial=0))
 
-    def _all_blocks(self, tokens: int) -> int:
-        """Blocks that ``tokens`` would fill if none died."""
-        match self.layer:
-            case State():
-                return len(self.layers) if tokens else 0
-            case Cross(encoder_tokens=int(encoder)):
-                return -(-encoder // self.block_tokens) if tokens else 0
-            case Compressed(ratio=ratio):
-                return -(-(tokens // ratio * ratio) // self.block_tokens)
-            case _:
-                return -(-tokens // self.block_tokens)
+    @cached_property
+    def _entry_tokens(self) -> int:
+        """Tokens that are stored together, once all are there."""
+        return self.layer.ratio if isinstance(self.layer, Compressed) else 1
 
     @property
     def _chunk(self) -> int:

@@ -4,9 +4,13 @@ A step of the scheduler goes::
 
     sequence = manager.begin(tokens)                 no memory yet
     manager.reserve(sequence, limit)                 prefix hit + blocks for what the step will compute, or nothing
-        … the step computes keys and values …
+        … the reservation's copies, then the step computes keys and values …
     manager.commit(sequence, stored)                 they are stored: windows give back what fell out of them
+        … the copies that it returns, before the next step …
     manager.release(sequence)                        blocks go back; the tree keeps whole ones for the next prompt
+
+Copies are of states alone (see :mod:`kvist.cache.checkpoints`), and are done in the order in which they were returned:
+a later one may write where an earlier one has read.
 
 Whole blocks of a prompt enter the tree when they are reserved, so that requests of one step already share them (the
 engine writes all keys and values of a layer before it reads any). They are *unsealed* until commit: a step that fails
@@ -22,13 +26,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvist.cache.arena import Arena, Ids
+from kvist.cache.checkpoints import Checkpoint
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
-from kvist.cache.prefix import Match, PrefixKey, PrefixTree
+from kvist.cache.prefix import Match, PrefixKey, PrefixTree, unit_of
 from kvist.cache.reclaim import LRU, Node, Order, order_of
 from kvist.cache.snapshot import snapshot
 from kvist.cache.tiers import Moved, Resumption, Swapped, Tier, TierStack
-from kvist.errors import UnsupportedModel
+from kvist.errors import InputError
 
 _NO_BLOCKS = np.empty(0, np.int64)
 
@@ -44,17 +49,20 @@ class Sequence:
         length: tokens whose keys and values are stored.
         in_flight: tokens beyond them that the step under way stores.
         shared: whether the tree is asked for its prefix, and given its blocks.
-        tables: per group, int64 ``[blocks]`` from position 0; -1 where a window gave the block back.
+        tables: per group, int64 ``[blocks]`` from position 0; -1 where a window gave the block back. Of a state one
+            block a layer, of an encoder those of its tokens, held from the first reservation to the release.
         given_back: per group, leading blocks given back.
         hit_tokens: prompt tokens that were found in the tree.
         room: tokens for which it has blocks in every group.
+        parting: tokens of its prompt that the tree held when it began; a checkpoint is wanted there.
+        trailing: the checkpoint that goes along with it, if it has taken one.
         digests: names of its leading blocks in the tiers, as far as they were looked for.
         swapped: what it has in the first tier while it waits to come back.
     """
 
     __slots__ = (
-        "begun", "digests", "given_back", "hit_tokens", "in_flight", "key", "length", "node",
-        "prompt_size", "published", "room", "shared", "size", "swapped", "tables", "tokens",
+        "begun", "digests", "given_back", "hit_tokens", "in_flight", "key", "length", "node", "parting", "prompt_size",
+        "published", "room", "shared", "size", "swapped", "tables", "tokens", "trailing",
     )  # fmt: skip
 
     def __init__(self, tokens: npt.NDArray[np.int32], key: PrefixKey, groups: int) -> None:
@@ -71,6 +79,8 @@ class Sequence:
         self.begun = False
         self.node: Node | None = None
         self.published = 0
+        self.parting = 0
+        self.trailing: Checkpoint | None = None
         self.digests: list[bytes] | None = None
         self.swapped: Swapped | None = None
 
@@ -93,6 +103,15 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """A block whose content another must have before either is written to."""
+
+    group: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
 class Reservation:
     """The outcome of :meth:`CacheManager.reserve`.
 
@@ -101,21 +120,14 @@ class Reservation:
         limit: tokens that the sequence may store now; 0 where not granted.
         hit_tokens: of these, tokens found by this call, in the prefix tree and in the tiers.
         loads: what must be loaded from tiers before the step.
+        copies: states with which it goes on; to be done, in order, before the step.
     """
 
     granted: bool
     limit: int = 0
     hit_tokens: int = 0
     loads: tuple[Moved, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """A block whose content a fork needs a copy of before either sequence goes on."""
-
-    group: int
-    source: int
-    target: int
+    copies: Seq[BlockCopy] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +144,21 @@ class CacheManager:
     Args:
         groups: the model's.
         layout: how its memory is cut.
-        prefix_cache: whether prompts are looked for in the tree, and stored there.
+        prefix_cache: whether prompts are looked for in the tree, and stored there. Never for a model with an encoder:
+            what its layers store depends on the encoder's input as much as on the tokens.
         reclaim: the order in which idle leaves of the tree go: ``lru``, ``lfu``, ``fifo`` or an :class:`Order`.
         tiers: where blocks of prefixes, and sequences that are swapped out, lie beside the device; the nearest first.
+        checkpoint_every: tokens after which states are checkpointed, beside the points that
+            :mod:`kvist.cache.checkpoints` names; rounded up to the unit.
+        max_checkpoints: most checkpoints at once; without it memory bounds them. With 0 states take no part in
+            prefixes, and so nothing is ever hit where there are any.
+
+    Attributes:
+        block_tokens: of the smallest blocks.
+        unit_tokens: tokens of which every shared prefix is a multiple.
 
     Raises:
-        InputError: there is no order of that name.
-        UnsupportedModel: a group is a state or an encoder's, or has blocks of another size than the first.
+        InputError: there is no order of that name, or ``checkpoint_every`` or ``max_checkpoints`` is no such number.
     """
 
     def __init__(
@@ -149,20 +169,25 @@ class CacheManager:
         prefix_cache: bool = True,
         reclaim: str | Order = LRU,
         tiers: Seq[Tier] = (),
+        checkpoint_every: int | None = None,
+        max_checkpoints: int | None = None,
     ) -> None:
+        for key, value, least in (("checkpoint_every", checkpoint_every, 1), ("max_checkpoints", max_checkpoints, 0)):
+            if value is not None and (type(value) is not int or value < least):
+                raise InputError(f"{key}: {value!r}; a whole number, at least {least}, or None", key=key)
         self.groups = tuple(groups)
-        for group in self.groups:
-            if group.lifetime in ("state", "cross") or group.block_tokens != self.groups[0].block_tokens:
-                raise UnsupportedModel(
-                    f"{group.name}: of lifetime {group.lifetime}, in blocks of {group.block_tokens} tokens; the cache "
-                    f"manages tokens in blocks of one size"
-                )
         self.layout = layout
         self.arena = Arena(layout)
         self.tree = PrefixTree(self.groups, self.arena, order_of(reclaim))
-        self.prefix_cache = prefix_cache
-        self.block_tokens = self.groups[0].block_tokens
-        self.tiers = TierStack(tiers, self.groups, self.block_tokens) if tiers else None
+        self.tree.checkpoints.most = max_checkpoints
+        self._states = self.tree.checkpoints.groups
+        encoder = any(group.lifetime == "cross" for group in self.groups)
+        self.prefix_cache = prefix_cache and not encoder and not (self._states and max_checkpoints == 0)
+        self.block_tokens = min(group.block_tokens for group in self.groups)
+        self.unit_tokens = unit_of(self.groups)
+        self._every = -(-checkpoint_every // self.unit_tokens) * self.unit_tokens if checkpoint_every else None
+        self._checkpointed = self.prefix_cache and bool(self._states)
+        self.tiers = TierStack(tiers, self.groups, self.unit_tokens) if tiers else None
         self.tree.tiers = self.tiers
         self._windowed = [index for index, group in enumerate(self.groups) if group.gives_back]
 
@@ -178,30 +203,43 @@ class CacheManager:
 
         The first call looks for its prefix in the tree, at most all but the last token. With
         ``admit_chunk`` the call is only granted when all known tokens would fit, that many in flight at once: how a
-        request is admitted.
+        request is admitted. A model with states may be given less than there is room for, so that the step ends
+        where a checkpoint is due.
         Changes nothing where it is not granted.
         """
-        match = behind = None
-        stored = sequence.length
+        match = behind = saved = None
+        stored, parting = sequence.length, sequence.parting
         if not sequence.begun:
             match = self._match(sequence)
             behind = self._behind(sequence, match) if self.tiers else None
             stored = behind.tokens if behind else match.tokens
+            parting = match.found if match.found > stored else 0
+            saved = match.nodes[-1].checkpoint if match.nodes and not behind else None
         limit = min(sequence.size, stored + budget)
+        if self._checkpointed and sequence.shared:
+            limit = self._stop(sequence, stored, limit, parting)
         found = behind.tables if behind else match.blocks if match else None
-        have = [table.size for table in found or sequence.tables]
-        end = -(-limit // self.block_tokens)
-        wanted = [end - count for count in have]
-        revived = self._revived(found)
+        have = found or sequence.tables
+        wanted = [group.all_blocks(limit) - table.size for group, table in zip(self.groups, have, strict=True)]
+        revived = self._revived(found, saved)
         if not self._possible(sequence, wanted, revived, admit_chunk):
-            return Reservation(False)
+            if saved is None:
+                return Reservation(False)
+            # There is no room for the states and their checkpoint both, but the sequence can take it over.
+            for group in self._states:
+                wanted[group] = 0
+            if not self._possible(sequence, wanted, revived, admit_chunk):
+                return Reservation(False)
 
         if match and found:
             sequence.node = self.tree.attach(match)
             sequence.published = match.tokens
             sequence.hit_tokens = sequence.length = stored
+            sequence.parting = parting
             sequence.tables = found
-            sequence.given_back = [ids.size - live.size for ids, live in zip(found, revived, strict=True)]
+            sequence.given_back = [0] * len(self.groups)
+            for group in self._windowed:
+                sequence.given_back[group] = found[group].size - revived[group].size
             sequence.begun = True
             for group, ids in enumerate(revived):
                 if ids.size:
@@ -218,10 +256,16 @@ class CacheManager:
             elif found:
                 # The match's arrays may be views of the tree's.
                 sequence.tables[group] = sequence.tables[group].copy()
+        copies = self._resume(sequence, saved) if saved else ()
         sequence.in_flight = limit - sequence.length
-        sequence.room = max(sequence.room, end * self.block_tokens)
+        sequence.room = self._room(sequence)
         self._publish_new(sequence, limit)
-        return Reservation(True, limit, stored if match else 0, behind.loads if behind else ())
+        return Reservation(True, limit, stored if match else 0, behind.loads if behind else (), copies)
+
+    def _room(self, sequence: Sequence) -> int:
+        """Tokens for which a sequence has blocks."""
+        rooms = [group.room(table.size) for group, table in zip(self.groups, sequence.tables, strict=True)]
+        return min(rooms) if len(rooms) > 1 else rooms[0]
 
     def extend(self, sequence: Sequence) -> bool:
         """Take in the next token of a sequence that decodes, where its last blocks have room; else change nothing.
@@ -252,11 +296,15 @@ class CacheManager:
             self.tiers.load(behind)
         self.forget_swapped(sequence)
 
-    def _revived(self, found: list[Ids] | None) -> list[Ids]:
-        """Blocks of a match that the sequence will refer to, per group."""
+    def _revived(self, found: list[Ids] | None, saved: Checkpoint | None) -> list[Ids]:
+        """Blocks that were found which the sequence will refer to, per group; a checkpoint's until they are copied."""
         if found is None:
             return [_NO_BLOCKS] * len(self.groups)
-        return [ids[ids >= 0] if group in self._windowed else ids for group, ids in enumerate(found)]
+        revived = [ids[ids >= 0] if group in self._windowed else ids for group, ids in enumerate(found)]
+        if saved:
+            for group, ids in zip(self._states, saved.blocks, strict=True):
+                revived[group] = ids
+        return revived
 
     def _possible(self, sequence: Sequence, wanted: list[int], revived: list[Ids], admit_chunk: int | None) -> bool:
         if admit_chunk is not None:
@@ -265,6 +313,98 @@ class CacheManager:
                 for group, count, ids in zip(self.groups, wanted, revived, strict=True)
             ]
         return max(wanted) <= 0 or self.arena.could_take(wanted, revived)
+
+    def _resume(self, sequence: Sequence, saved: Checkpoint) -> list[BlockCopy]:
+        """Let a sequence go on from a checkpoint: with copies in its own blocks, or with the blocks themselves."""
+        checkpoints = self.tree.checkpoints
+        if not sequence.tables[self._states[0]].size:
+            blocks = checkpoints.strip(saved)
+            for group, ids in zip(self._states, blocks, strict=True):
+                sequence.tables[group] = ids
+            checkpoints.give_back(blocks)
+            return []
+        self._pass_by(saved)
+        for group, ids in zip(self._states, saved.blocks, strict=True):
+            self.arena.drop(group, ids)
+        return self._copies(saved.blocks, [sequence.tables[group] for group in self._states])
+
+    def _pass_by(self, checkpoint: Checkpoint) -> None:
+        """A second sequence has come to it: it belongs to neither, and others may come."""
+        checkpoint.moves = False
+        self.tree.checkpoints.use(checkpoint, self.tree.clock)
+
+    def _copies(self, sources: Seq[Ids], targets: Seq[Ids]) -> list[BlockCopy]:
+        """Of all blocks of the state groups."""
+        return [
+            BlockCopy(group, source, target)
+            for group, olds, news in zip(self._states, sources, targets, strict=True)
+            for source, target in zip(olds.tolist(), news.tolist(), strict=True)
+        ]
+
+    def _stop(self, sequence: Sequence, stored: int, limit: int, parting: int) -> int:
+        """Cut ``limit`` where the next checkpoint of a prompt is due."""
+        stop = self._last_stop(sequence)
+        if stored < parting < stop:
+            stop = parting
+        if self._every:
+            stop = min(stop, (stored // self._every + 1) * self._every)
+        return stop if stored < stop < limit else limit
+
+    def _last_stop(self, sequence: Sequence) -> int:
+        """The last boundary at which a repeat of a prompt can begin: it computes one token at least."""
+        return (sequence.prompt_size - 1) // self.unit_tokens * self.unit_tokens
+
+    def _is_stop(self, sequence: Sequence, length: int) -> bool:
+        """Whether a checkpoint is due at ``length``: at the points of :meth:`_stop`, and along an answer."""
+        return length % self.unit_tokens == 0 and (
+            length >= self._last_stop(sequence)
+            or length == sequence.parting
+            or (self._every is not None and length % self._every == 0)
+        )
+
+    def _checkpoint(self, sequence: Sequence) -> list[BlockCopy]:
+        """Keep a copy of the states that a sequence has reached, if there is memory for it that nobody else uses."""
+        checkpoints, length = self.tree.checkpoints, sequence.length
+        trailing = sequence.trailing
+        if trailing is not None and (trailing.node is None or not trailing.moves):
+            trailing = sequence.trailing = None
+        moves = length >= sequence.prompt_size and not (self._every and length % self._every == 0)
+        last = sequence.node
+        if last is not None and last.end == length and last.checkpoint:
+            self._pass_by(last.checkpoint)
+            return []
+        blocks = checkpoints.strip(trailing) if trailing else self._checkpoint_blocks()
+        if blocks is None:
+            return []
+        sequence.trailing = None
+        if trailing and last is not None and last.users == 1 and not last.children and last.end == sequence.published:
+            self.tree.lengthen(last, sequence.tokens, sequence.tables, length)
+            sequence.published = length
+        else:
+            self._publish(sequence, length)
+        self.tree.seal(sequence.node)
+        node = sequence.node
+        assert node is not None
+        assert node.end == length
+        if node.checkpoint:
+            self._pass_by(node.checkpoint)
+            checkpoints.give_back(blocks)
+            return []
+        kept = checkpoints.put(node, blocks, self.tree.clock, moves=moves)
+        if moves:
+            sequence.trailing = kept
+        elif self.tiers:
+            self.tiers.sealed(self.tree, node)
+        return self._copies([sequence.tables[group] for group in self._states], blocks)
+
+    def _checkpoint_blocks(self) -> list[Ids] | None:
+        checkpoints = self.tree.checkpoints
+        if checkpoints.most is not None and len(checkpoints) >= checkpoints.most:
+            self.tree.reclaim_checkpoint()
+        if not self.arena.could_take(checkpoints.wanted, [_NO_BLOCKS] * len(self.groups)):
+            return None
+        self._free_up(checkpoints.wanted)
+        return checkpoints.take()
 
     def _free_up(self, wanted: list[int]) -> None:
         """Reclaim cached blocks until all groups can take ``wanted``, which :meth:`Arena.could_take` has promised."""
@@ -276,7 +416,7 @@ class CacheManager:
 
     def _publish_new(self, sequence: Sequence, limit: int) -> None:
         """Show whole blocks of a prompt to the requests that follow, where the tree has nothing of the kind."""
-        end = min(limit, sequence.prompt_size) // self.block_tokens * self.block_tokens
+        end = min(limit, sequence.prompt_size) // self.unit_tokens * self.unit_tokens
         start = sequence.published
         if (
             self.prefix_cache
@@ -293,13 +433,17 @@ class CacheManager:
             )
             sequence.published = end
 
-    def commit(self, sequence: Sequence, length: int) -> None:
-        """The keys and values of the first ``length`` tokens are stored now."""
+    def commit(self, sequence: Sequence, length: int) -> Seq[BlockCopy]:
+        """The keys and values of the first ``length`` tokens are stored now.
+
+        Returns:
+            Copies of its states that a checkpoint keeps; to be done before the next step.
+        """
         sequence.length = length
         sequence.in_flight = 0
         if sequence.published < length <= sequence.prompt_size:
             # The tree had this run, or part of it, under other blocks: share them from now on.
-            self._publish(sequence, length // self.block_tokens * self.block_tokens)
+            self._publish(sequence, length // self.unit_tokens * self.unit_tokens)
         if sequence.node is not None and not sequence.node.sealed:
             self.tree.seal(sequence.node)
         for group in self._windowed:
@@ -311,13 +455,19 @@ class CacheManager:
                 sequence.given_back[group] = first
                 self.arena.drop(group, dead)
                 self.tree.mark_stale(sequence.node)
+        if self._checkpointed and sequence.shared and self._is_stop(sequence, length):
+            return self._checkpoint(sequence)
+        return ()
 
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """Give back everything that a sequence holds; the tree keeps its whole blocks unless ``keep`` is False."""
+        """Give back everything that a sequence holds; the tree keeps its whole blocks unless ``keep`` is False.
+
+        With states it has them already, as far as anybody could go on from them: up to the last checkpoint.
+        """
         self.forget_swapped(sequence)
         stored = not sequence.in_flight
-        if keep and stored:
-            self._publish(sequence, sequence.length // self.block_tokens * self.block_tokens)
+        if keep and stored and not self._states:
+            self._publish(sequence, sequence.length // self.unit_tokens * self.unit_tokens)
             self.tree.seal(sequence.node)
         for group, table in enumerate(sequence.tables):
             start = sequence.given_back[group]
@@ -332,8 +482,11 @@ class CacheManager:
         sequence.tables = [_NO_BLOCKS] * len(self.groups)
         sequence.given_back = [0] * len(self.groups)
         sequence.node = None
+        if self.tiers and sequence.trailing and sequence.trailing.node and sequence.trailing.moves:
+            self.tiers.sealed(self.tree, sequence.trailing.node)
+        sequence.trailing = None
         sequence.begun = False
-        sequence.length = sequence.in_flight = sequence.published = sequence.room = 0
+        sequence.length = sequence.in_flight = sequence.published = sequence.parting = sequence.room = 0
         sequence.prompt_size = sequence.size
 
     def swap_out(self, sequence: Sequence) -> bool:
@@ -368,15 +521,21 @@ class CacheManager:
         self.arena.collect_slabs()
 
     def fork(self, sequence: Sequence) -> Fork | None:
-        """A second sequence with the same tokens that shares every whole block; None where memory lacks.
+        """A second sequence with the same tokens that shares every whole unit; None where memory lacks.
 
-        The last, partly filled block of each group is copied; the caller does the copies before either goes on.
+        The blocks of the last, partly filled unit are copied, and every state; the caller does the copies before
+        either goes on.
         """
-        partial = sequence.length % self.block_tokens != 0
-        if any(table.size > -(-sequence.length // self.block_tokens) for table in sequence.tables):
+        length = sequence.length
+        if any(
+            table.size > group.all_blocks(length) for group, table in zip(self.groups, sequence.tables, strict=True)
+        ):
             raise ValueError("a sequence forks between steps, when nothing that it reserved is in flight")
-        wanted = [1 if partial else 0] * len(self.groups)
-        if partial and not self.arena.could_take(wanted, [_NO_BLOCKS] * len(self.groups)):
+        wanted = [
+            table.size - max(gone, self._shareable(group, table, length))
+            for group, table, gone in zip(self.groups, sequence.tables, sequence.given_back, strict=True)
+        ]
+        if any(wanted) and not self.arena.could_take(wanted, [_NO_BLOCKS] * len(self.groups)):
             return None
         twin = Sequence(sequence.known().copy(), sequence.key, len(self.groups))
         twin.prompt_size = sequence.prompt_size
@@ -387,19 +546,30 @@ class CacheManager:
         )
         twin.given_back = list(sequence.given_back)
         twin.node, twin.begun, twin.room = sequence.node, sequence.begun, sequence.room
+        twin.parting = sequence.parting
         self.tree.hold(twin.node)
-        copies = []
         for group, table in enumerate(sequence.tables):
-            shared = table[sequence.given_back[group] : table.size - partial]
-            self.arena.share(group, shared)
+            self.arena.share(group, table[sequence.given_back[group] : table.size - wanted[group]])
             twin.tables[group] = table.copy()
-        if partial:
-            self._free_up(wanted)
-            for group, table in enumerate(twin.tables):
-                source = int(table[-1])
-                table[-1] = self.arena.take(group, 1)[0]
-                copies.append(BlockCopy(group, source, int(table[-1])))
+        self._free_up(wanted)
+        copies = []
+        for group, count in enumerate(wanted):
+            if count:
+                table = twin.tables[group]
+                sources = table[-count:].tolist()
+                table[-count:] = self.arena.take(group, count)
+                copies += [BlockCopy(group, *pair) for pair in zip(sources, table[-count:].tolist(), strict=True)]
         return Fork(twin, copies)
+
+    def _shareable(self, group: Group, table: Ids, length: int) -> int:
+        """Leading blocks that are written to no more, and that twins which part will not both give the tree."""
+        match group.lifetime:
+            case "state":
+                return 0
+            case "cross":
+                return table.size
+            case _:
+                return length // self.unit_tokens * self.unit_tokens // group.block_tokens
 
     # -- look -----------------------------------------------------------------------------------------------
 

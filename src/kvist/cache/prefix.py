@@ -9,18 +9,30 @@
 
 Blocks of a window group may be missing inside a node (-1): they were reclaimed alone, since only the last window
 before a reuse point is ever read again.
+
+Runs are cut where every group's blocks end: at multiples of the *unit*, the least common multiple of their blocks. A
+group of larger blocks could go on nowhere else, so that finer runs would find no more. The blocks themselves stay
+each group's own. States have none: where a sequence can go on with them there is a checkpoint at the end of a node.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from math import lcm
 
 import numpy as np
 
 from kvist.cache.arena import Arena, Ids
-from kvist.cache.groups import Group
+from kvist.cache.checkpoints import Checkpoints
+from kvist.cache.groups import ENDLESS, Group
 from kvist.cache.reclaim import LRU, Node, Order, ReclaimQueue, Tokens
 from kvist.cache.tiers import TierStack
+
+
+def unit_of(groups: Sequence[Group]) -> int:
+    """Tokens of which every shared prefix is a multiple: whole blocks of each group that stores tokens."""
+    paged = [group.block_tokens for group in groups if group.fixed_blocks is None]
+    return lcm(*paged) if paged else groups[0].block_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +59,17 @@ class Match:
     """How much of a prompt the tree holds and every group can reuse.
 
     Attributes:
-        tokens: length of the reusable prefix; a multiple of the block.
+        tokens: length of the reusable prefix; a multiple of the unit. With states, where a checkpoint is.
         nodes: the runs it crosses, top to bottom; the last may be matched in part.
-        blocks: per group, int64 ``[tokens / block_tokens]``; -1 where a window group no longer needs the block.
+        blocks: per group, int64 ``[tokens / block_tokens]``; -1 where a window group no longer needs the block; none
+            of a state's.
+        found: length of the prefix that the tree holds, reusable or not.
     """
 
     tokens: int
     nodes: list[Node]
     blocks: list[Ids]
+    found: int = 0
 
 
 class PrefixTree:
@@ -63,12 +78,18 @@ class PrefixTree:
     def __init__(self, groups: Sequence[Group], arena: Arena, order: Order = LRU) -> None:
         self._groups = groups
         self._arena = arena
-        self._block_tokens = groups[0].block_tokens
+        self.checkpoints = Checkpoints(groups, arena)
+        self._unit = unit_of(groups)
+        # Of a group without blocks of tokens: as if one held any number of them, so that no run has any.
+        self._sizes = [ENDLESS if group.fixed_blocks is not None else group.block_tokens for group in groups]
         self._windowed = [index for index, group in enumerate(groups) if group.gives_back]
+        # Those that may reuse less than is there; and whether nodes hold any blocks at all.
+        self._particular = [*self._windowed, *self.checkpoints.groups[:1]]
+        self._blockless = all(group.fixed_blocks is not None for group in groups)
         self._roots: dict[PrefixKey, Node] = {}
         self._root_keys: dict[int, PrefixKey] = {}
         self._ids = count()
-        self._clock = 0
+        self.clock = 0
         self._order = order
         self._queue = ReclaimQueue(order)
         self.tiers: TierStack | None = None
@@ -81,9 +102,9 @@ class PrefixTree:
         nodes: list[Node] = []
         position = 0
         node = self._roots.get(key)
-        size = self._block_tokens
-        while node is not None and position + size <= limit:
-            node = node.children.get(tokens[position : position + size].tobytes())
+        unit = self._unit
+        while node is not None and position + unit <= limit:
+            node = node.children.get(tokens[position : position + unit].tobytes())
             if node is None:
                 break
             nodes.append(node)
@@ -94,14 +115,14 @@ class PrefixTree:
         return self._agree(nodes, position)
 
     def _common(self, node: Node, tokens: Tokens, position: int, limit: int) -> int:
-        """Tokens, in whole blocks, that a node's run shares with ``tokens`` from ``position``."""
+        """Tokens, in whole units, that a node's run shares with ``tokens`` from ``position``."""
         run = node.tokens
         length = min(run.size, limit - position)
         differ = run[:length] != tokens[position : position + length]
         first = int(differ.argmax())
         if not differ[first]:
             first = length
-        return first - first % self._block_tokens
+        return first - first % self._unit
 
     def _agree(self, nodes: list[Node], position: int) -> Match:
         """Cut a match down to what every group can reuse, and drop what windows no longer read."""
@@ -109,23 +130,34 @@ class PrefixTree:
             np.concatenate([node.blocks[group] for node in nodes]) if len(nodes) > 1 else nodes[0].blocks[group]
             for group in range(len(self._groups))
         ] if nodes else [np.empty(0, np.int64) for _ in self._groups]  # fmt: skip
-        length = position // self._block_tokens
-        if self._windowed and length:
+        found = position
+        if self._particular and position:
             previous = -1
-            while previous != length:
-                previous = length
-                for group in self._windowed:
-                    length = self._groups[group].reusable_blocks(blocks[group][:length] >= 0)
-            position = length * self._block_tokens
+            while previous != position:
+                previous = position
+                for group in self._particular:
+                    position = self._reusable(group, nodes, blocks[group], position)
             while nodes and position <= nodes[-1].end - nodes[-1].tokens.size:
                 nodes.pop()
-        blocks = [ids[:length] for ids in blocks]
+        blocks = [ids[: position // size] for ids, size in zip(blocks, self._sizes, strict=True)]
         for group in self._windowed:
             live = self._groups[group].first_live_block(position)
             if live:
                 blocks[group] = blocks[group].copy()
                 blocks[group][:live] = -1
-        return Match(tokens=position, nodes=nodes, blocks=blocks)
+        return Match(tokens=position, nodes=nodes, blocks=blocks, found=found)
+
+    def _reusable(self, group: int, nodes: list[Node], ids: Ids, position: int) -> int:
+        """Longest part of a match of ``position`` tokens, in whole units, after which a group can go on."""
+        size = self._groups[group].block_tokens
+        if self._sizes[group] == ENDLESS:
+            size = self._unit
+            present = np.zeros(position // size, np.bool_)
+            present[[node.end // size - 1 for node in nodes if node.checkpoint and node.end <= position]] = True
+        else:
+            present = ids[: position // size] >= 0
+        reusable = self._groups[group].reusable_blocks(present) * size
+        return reusable - reusable % self._unit
 
     # -- hold -----------------------------------------------------------------------------------------------
 
@@ -148,15 +180,25 @@ class PrefixTree:
 
     def let_go(self, node: Node | None) -> None:
         """Count one user fewer, and one use more; what nobody uses becomes reclaimable."""
-        self._clock += 1
-        clock = self._clock
+        self.clock += 1
+        clock = self.clock
+        if self.checkpoints.groups:
+            self._use_last_checkpoint(node)
         while node is not None:
+            parent = node.parent
             node.users -= 1
             node.last_used = clock
             node.uses += 1
             if not node.users and not node.children:
                 self._idle(node)
+            node = parent
+
+    def _use_last_checkpoint(self, node: Node | None) -> None:
+        """Who comes back to ``node`` would go on from the last one before it."""
+        while node is not None and node.checkpoint is None:
             node = node.parent
+        if node is not None and node.checkpoint is not None:
+            self.checkpoints.use(node.checkpoint, self.clock)
 
     def mark_stale(self, node: Node | None) -> None:
         """A window has given back blocks on the way to ``node``."""
@@ -167,32 +209,31 @@ class PrefixTree:
     def has_edge(self, key: PrefixKey, node: Node | None, tokens: Tokens, start: int) -> bool:
         """Whether the block of tokens at ``start`` is stored below ``node`` (None: the key's root)."""
         parent = self._roots.get(key) if node is None else node
-        return parent is not None and tokens[start : start + self._block_tokens].tobytes() in parent.children
+        return parent is not None and tokens[start : start + self._unit].tobytes() in parent.children
 
     def insert(
         self, key: PrefixKey, node: Node | None, tokens: Tokens, tables: Sequence[Ids], start: int, end: int
     ) -> Node | None:
         """Store the run ``tokens[start:end]`` below ``node`` for the sequence that holds ``node``.
 
-        ``start`` and ``end`` are multiples of the block; ``tables[g]`` are the sequence's blocks from position 0. Where
+        ``start`` and ``end`` are multiples of the unit; ``tables[g]`` are the sequence's blocks from position 0. Where
         the tree has a run already, the sequence changes over to the tree's blocks (``tables`` is written to, its
         own blocks are dropped) and gives the tree the window blocks that it lacks. Returns the node in which the run
         ends, held by the sequence.
         """
-        size = self._block_tokens
+        unit = self._unit
         if node is None and start < end:
             node = self._root(key)
             node.users += 1
         while node is not None and start < end:
-            edge = tokens[start : start + size].tobytes()
+            edge = tokens[start : start + unit].tobytes()
             child = node.children.get(edge)
             if child is None:
-                blocks = [table[start // size : end // size].copy() for table in tables]
+                blocks = self._run(tables, start, end)
                 run = tokens[start:end]
                 # A view would keep the whole prompt alive: not for the end of a long conversation.
                 child = self._new(node, run if 2 * run.size >= tokens.size else run.copy(), blocks, end)
-                for group, ids in enumerate(blocks):
-                    self._arena.keep(group, ids if group not in self._windowed else ids[ids >= 0])
+                self._keep(blocks)
                 self.tokens += end - start
                 node.children[edge] = child
             else:
@@ -204,6 +245,24 @@ class PrefixTree:
             start = child.end
             node = child
         return node
+
+    def lengthen(self, node: Node, tokens: Tokens, tables: Sequence[Ids], end: int) -> None:
+        """Let a leaf, which one sequence alone uses, go on to ``end`` with that sequence's tokens and blocks."""
+        start = node.end
+        blocks = self._run(tables, start, end)
+        self._keep(blocks)
+        node.blocks = [np.concatenate(both) for both in zip(node.blocks, blocks, strict=True)]
+        node.tokens = np.concatenate((node.tokens, tokens[start:end]))
+        node.end = end
+        node.digests = None
+        self.tokens += end - start
+
+    def _run(self, tables: Sequence[Ids], start: int, end: int) -> list[Ids]:
+        return [table[start // size : end // size].copy() for table, size in zip(tables, self._sizes, strict=True)]
+
+    def _keep(self, blocks: list[Ids]) -> None:
+        for group, ids in enumerate(blocks):
+            self._arena.keep(group, ids if group not in self._windowed else ids[ids >= 0])
 
     def _root(self, key: PrefixKey) -> Node:
         root = self._roots.get(key)
@@ -218,8 +277,9 @@ class PrefixTree:
 
     def _adopt(self, node: Node, tables: Sequence[Ids]) -> None:
         """Make a sequence and a node share one copy of the node's run."""
-        first = (node.end - node.tokens.size) // self._block_tokens
+        start = node.end - node.tokens.size
         for group, mine in enumerate(node.blocks):
+            first = start // self._sizes[group]
             theirs = tables[group][first : first + mine.size]
             twice = (mine >= 0) & (theirs >= 0) & (mine != theirs)
             if twice.any():
@@ -235,11 +295,11 @@ class PrefixTree:
     def _split(self, node: Node, tokens: int) -> Node:
         """Cut a node after ``tokens``; the node itself stays the lower part, and the new upper part is returned."""
         assert node.parent is not None
-        blocks = tokens // self._block_tokens
+        counts = [tokens // size for size in self._sizes]
         upper = self._new(
             node.parent,
             node.tokens[:tokens],
-            [ids[:blocks] for ids in node.blocks],
+            [ids[:count] for ids, count in zip(node.blocks, counts, strict=True)],
             node.end - node.tokens.size + tokens,
         )
         upper.users = node.users
@@ -249,10 +309,10 @@ class PrefixTree:
         upper.sealed = node.sealed
         node.parent.children[self._edge(node)] = upper
         node.tokens = node.tokens[tokens:]
-        node.blocks = [ids[blocks:] for ids in node.blocks]
+        node.blocks = [ids[count:] for ids, count in zip(node.blocks, counts, strict=True)]
         if node.digests is not None:
-            upper.digests = node.digests[:blocks]
-            node.digests = node.digests[blocks:]
+            named = tokens // self._unit
+            upper.digests, node.digests = node.digests[:named], node.digests[named:]
         node.parent = upper
         upper.children[self._edge(node)] = node
         if node.stale:
@@ -260,7 +320,7 @@ class PrefixTree:
         return upper
 
     def _edge(self, node: Node) -> bytes:
-        return node.tokens[: self._block_tokens].tobytes()
+        return node.tokens[: self._unit].tobytes()
 
     def seal(self, node: Node | None) -> None:
         """The step that computed this node and its unsealed ancestors is done."""
@@ -273,7 +333,7 @@ class PrefixTree:
     def forget_unsealed(self) -> None:
         """Forget what a failed step was to compute, as far as its sequences have let go of it."""
         for node in reversed([node for node in self.nodes() if not node.sealed]):
-            if not node.users and not node.children:
+            if node.parent is not None and not node.users and not node.children:
                 self._cut(node, 0)
                 self._remove(node)
 
@@ -283,9 +343,15 @@ class PrefixTree:
         """Take back some blocks, of a lone group no more than ``wanted``; False when nothing is left to take.
 
         First window blocks that lie further than a window before any reuse point, then leaves that nobody uses, in the
-        tree's order and from their tails, then any idle window block.
+        tree's order and from their tails, then any idle window block and any checkpoint. A checkpoint that was not used
+        since the next leaf was goes before it: whoever came by went on from a later one.
         """
-        return self._reclaim_stale() or self._reclaim_leaf(wanted) or self._reclaim_idle_windows()
+        return (
+            self._reclaim_stale()
+            or self._reclaim_leaf(wanted)
+            or self._reclaim_idle_windows()
+            or self.reclaim_checkpoint()
+        )
 
     def _reclaim_stale(self) -> bool:
         while (node := self._queue.next_stale()) is not None:
@@ -297,16 +363,29 @@ class PrefixTree:
         leaf = self._queue.first_leaf()
         if leaf is None:
             return False
+        if self.checkpoints and self.reclaim_checkpoint(before=leaf.last_used):
+            return True
         # With several groups a whole run goes: slabs come back only when all their blocks are free.
         most = 1 if self._order.by_block else wanted
         keep = 0 if len(self._groups) > 1 else max(0, leaf.blocks[0].size - most)
         if self.tiers is not None:
             self.tiers.reclaimed(self, leaf, keep)
-        self._cut(leaf, keep)
+        self._cut(leaf, keep * self._unit)
         if not keep:
             self._remove(leaf)
         elif self._order.by_block:
             self._queue.offer(leaf)
+        return True
+
+    def reclaim_checkpoint(self, *, before: int | None = None) -> bool:
+        """Let the least recently used checkpoint go, if it was not used since ``before``; whether one went."""
+        oldest = self.checkpoints.oldest()
+        if oldest is None or (before is not None and oldest.used >= before):
+            return False
+        node = oldest.node
+        self.checkpoints.forget(oldest)
+        if self._blockless and node is not None and not node.users and not node.children:
+            self._idle(node)
         return True
 
     def _reclaim_idle_windows(self) -> bool:
@@ -322,7 +401,8 @@ class PrefixTree:
             end = ids.size
             if keep_tail:
                 # The node ends where sequences part or stopped: the window before it is what they would reuse.
-                end -= -(-(self._groups[group].window or 0) // self._block_tokens)
+                first = (node.end - node.tokens.size) // self._sizes[group]
+                end = min(end, self._groups[group].first_live_block(node.end) - first)
             if end <= 0:
                 continue
             head = ids[:end]
@@ -334,17 +414,19 @@ class PrefixTree:
         return taken
 
     def _cut(self, node: Node, keep: int) -> None:
-        """Cut a node's run after ``keep`` blocks and let the rest of its blocks go."""
+        """Cut a node's run after ``keep`` tokens, and let the rest of its blocks and its checkpoint go."""
+        if node.checkpoint is not None:
+            self.checkpoints.forget(node.checkpoint)
         for group, ids in enumerate(node.blocks):
-            tail = ids[keep:]
+            tail = ids[keep // self._sizes[group] :]
             self._arena.forget(group, tail if group not in self._windowed else tail[tail >= 0])
-        surplus = node.tokens.size - keep * self._block_tokens
+        surplus = node.tokens.size - keep
         self.tokens -= surplus
         if keep:
             node.tokens = node.tokens[:-surplus]
-            node.blocks = [ids[:keep] for ids in node.blocks]
+            node.blocks = [ids[: keep // size] for ids, size in zip(node.blocks, self._sizes, strict=True)]
             if node.digests is not None:
-                del node.digests[keep:]
+                del node.digests[keep // self._unit :]
             node.end -= surplus
 
     def _remove(self, node: Node) -> None:
@@ -359,7 +441,12 @@ class PrefixTree:
     def _idle(self, node: Node) -> None:
         """A node without users and children: a leaf may be reclaimed, a root has no more use."""
         if node.parent is not None:
-            self._queue.offer(node)
+            if self._blockless and node.checkpoint is None:
+                # It costs no block, so that memory would never bound how many there are.
+                self._cut(node, 0)
+                self._remove(node)
+            else:
+                self._queue.offer(node)
         elif (key := self._root_keys.pop(node.id, None)) is not None:
             del self._roots[key]
 

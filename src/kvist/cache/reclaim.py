@@ -22,13 +22,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvist.cache.arena import Ids
 from kvist.errors import InputError
+
+if TYPE_CHECKING:
+    from kvist.cache.checkpoints import Checkpoint
 
 Tokens = npt.NDArray[np.int32]
 
@@ -48,10 +51,12 @@ class Node:
         sealed: its blocks have been computed; a node is unsealed while the step that computes it is under way.
         offer: number of its last entry in the queue of leaves; earlier ones no longer hold.
         stale: listed as having window blocks that may have fallen out of every window.
+        checkpoint: states at the end of this run, where they were kept.
     """
 
     __slots__ = (
         "blocks",
+        "checkpoint",
         "children",
         "digests",
         "end",
@@ -82,6 +87,7 @@ class Node:
         self.offer = 0
         self.sealed = False
         self.stale = False
+        self.checkpoint: Checkpoint | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,7 @@ def snapshot(
 def unfilled_bytes(manager: "CacheManager", sequence: "Sequence") -> int:
     """Bytes in a sequence's blocks beyond its last known token."""
     return sum(
-        max(0, table.size * group.block_tokens - sequence.size) * group.token_bytes
+        group.unfilled_bytes(table.size, sequence.size)
         for group, table in zip(manager.groups, sequence.tables, strict=True)
     )
 

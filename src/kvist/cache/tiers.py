@@ -187,8 +187,13 @@ class TierStack:
         self._shelves = [_Shelf(tier) for tier in tiers]
         self._through = [level for level, tier in enumerate(tiers) if tier.write == "write-through"]
         self._digests = Digests(unit_tokens)
-        self._unit_blocks = [max(1, unit_tokens // group.block_tokens) for group in groups]
-        self._unit_bytes = [count * group.block_bytes for count, group in zip(self._unit_blocks, groups, strict=True)]
+        # A state is stored whole, with the unit at whose end it was kept.
+        self._fixed = [group.fixed_blocks is not None for group in groups]
+        self._unit_blocks = [1 if group.fixed_blocks else unit_tokens // group.block_tokens for group in groups]
+        self._unit_bytes = [
+            (group.fixed_blocks or count) * group.block_bytes
+            for count, group in zip(self._unit_blocks, groups, strict=True)
+        ]
         self._sizes = _Sizes(self._unit_bytes)
 
     # -- write ----------------------------------------------------------------------------------------------
@@ -215,6 +220,9 @@ class TierStack:
         count = node.tokens.size // self.unit_tokens
         bits = np.zeros(count, np.int64)
         for group, ids in enumerate(node.blocks):
+            if self._fixed[group]:
+                bits[-1] |= (node.checkpoint is not None) << group
+                continue
             bits |= (ids.reshape(count, -1) >= 0).all(axis=1).astype(np.int64) << group
         found: list[int] = bits.tolist()
         return found
@@ -340,6 +348,10 @@ class TierStack:
         """Of each of these blocks of a prefix of ``tokens``, what the tables lack."""
         sizes = np.zeros(places.size, np.int64)
         for group, table, count in zip(self._groups, tables, self._unit_blocks, strict=True):
+            if group.fixed_blocks is not None:
+                last = (places + 1) * self.unit_tokens >= tokens
+                sizes += last * (group.fixed_blocks * group.block_bytes)
+                continue
             end = group.first_live_block(tokens) + group.live_blocks(tokens)
             first = np.maximum(places * count, table.size)
             sizes += np.maximum(np.minimum(places * count + count, end) - first, 0) * group.block_bytes
