@@ -18,6 +18,8 @@ from kvist.cache.prefix import PrefixKey
 from kvist.cache.reclaim import ORDERS, Node, Order, optimal
 from kvist.errors import InputError
 from kvist.simulation.cache_only import CacheHits, cache_hits
+from kvist.simulation.future import Future
+from kvist.simulation.prompts import Prompts
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Attention
 from kvist.traces.trace import Trace
@@ -172,6 +174,24 @@ def test_the_conversation_trace_through_the_manager(reclaim: str) -> None:
         assert cache_hits(ones, blocks, reclaim=reclaim).request_hits.tolist() == hits_of_the_manager(
             ones, blocks, reclaim
         )
+
+
+@settings(max_examples=40, deadline=None)
+@given(trace=traces(own=st.just(0)), blocks=st.integers(7, 20))
+def test_the_future_of_a_trace_makes_the_optimal_order(trace: Trace, blocks: int) -> None:
+    ones = Trace(**{**vars(trace), "block_tokens": 1, "prompts": np.diff(trace.offsets)})
+    prompts = Prompts.of(ones)
+    future = Future.of(prompts)
+    cache = cache_of(blocks, 1, future.order())
+    hits = []
+    for index in range(len(ones)):
+        tokens = prompts.tokens(index)
+        sequence = cache.begin(tokens)
+        hits.append(cache.reserve(sequence, tokens.size).hit_tokens)
+        future.admit(index)
+        cache.commit(sequence, tokens.size)
+        cache.release(sequence)
+    assert hits == cache_hits(ones, blocks, reclaim="optimal").request_hits.tolist()
 
 
 def run(cache: CacheManager, *tokens: int) -> int:
