@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,6 +169,34 @@ def test_chained_ids_are_equal_where_prefixes_are(rows: list[list[int]]) -> None
     assert found.tolist() == expected
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.text('0123456789 ,-.e[]"', max_size=12) | st.from_regex(r"[1-9]{1,22}(, ?[1-9])*", fullmatch=True)))
+def test_ids_that_are_read_apart_are_those_of_json(texts: list[str]) -> None:
+    rows: list[list[Any]] = [[0]]
+    for text in texts:
+        try:
+            # Leading zeros are forgiven.
+            found = json.loads(f"[{re.sub(r'(?<![0-9.])0+(?=[0-9])', '', text)}]")
+        except ValueError:
+            continue
+        if all(type(each) in (int, str) for each in found):
+            rows.append(found)
+    head = '{"input_length": 8000, "output_length": 1, "hash_ids": [%s]}\n'
+    content = '{"kvist_trace": 1, "block_tokens": 8}\n' + "".join(head % text for text in ["0", *texts])
+    trace = read_from_stdin(content.encode(), skip_bad=True)
+    offsets = offsets_of(np.array([len(row) for row in rows], np.int64))
+    numbers: dict[int | str, int] = {}
+    flat = [numbers.setdefault(each, len(numbers)) for row in rows for each in row]
+    assert trace.offsets.tolist() == offsets.tolist()
+    assert trace.blocks.tolist() == chained(np.array(flat, np.int64), offsets).tolist()
+
+
+def read_from_stdin(content: bytes, *, skip_bad: bool) -> Trace:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(content), isatty=lambda: False))
+        return read_trace("-", skip_bad=skip_bad)
+
+
 # -- rows that are none -----------------------------------------------------------------------------------------
 
 
@@ -262,15 +291,11 @@ def test_whatever_the_bytes_there_is_a_trace_or_one_line(
         content = content[:at] + piece + content[at + length :]
     if end < 200:
         content = content[:end]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(content), isatty=lambda: False))
-        raised: BadFile | None
-        try:
-            trace = read_trace("-", skip_bad=skip)
-        except BadFile as error:
-            raised = error
-        else:
-            raised = None
+    raised: BadFile | None = None
+    try:
+        trace = read_from_stdin(content, skip_bad=skip)
+    except BadFile as error:
+        raised = error
     if raised is not None:
         assert "\n" not in str(raised)
         return

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 _DIGITS = b"0123456789"
-_SEPARATORS = b", " * 2**17
+_SPACED = b", " * 2**16
+_BARE = b"," * 2**16
 _PENDING_BYTES = 2**20
 _LARGEST = 2**63 - 1
 
@@ -54,13 +55,12 @@ class BlockIds:
     def _add_text(self, text: bytes) -> int:
         between = text.translate(None, _DIGITS)
         size = len(between)
-        count = between.count(b",") + 1
         # Numbers between separators of one kind, none of them left out.
-        if not (
-            ((size == count - 1 and b",," not in text) or (between == _SEPARATORS[:size] and b", ," not in text))
-            and text[0] in _DIGITS
-            and text[-1] in _DIGITS
-        ):
+        if between == _SPACED[:size]:
+            count, plain = size // 2 + 1, not size % 2 and b", ," not in text
+        else:
+            count, plain = size + 1, between == _BARE[:size] and b",," not in text
+        if not plain or text[0] not in _DIGITS or text[-1] not in _DIGITS:
             try:
                 return self.add(json.loads(b"[" + text + b"]"))
             except (ValueError, RecursionError) as error:
