@@ -15,7 +15,8 @@ from kvist.cache.arena import ArenaLayout
 from kvist.cache.groups import Group
 from kvist.cache.manager import CacheManager, Reservation, Sequence
 from kvist.cache.prefix import PrefixKey
-from kvist.cache.tiers import NO_TRAFFIC, Moved, Tier
+from kvist.cache.tier import Tier
+from kvist.cache.tiers import NO_TRAFFIC, Moved
 from kvist.errors import DoesNotFit, InputError
 from kvist.scheduler import Limits, Scheduler
 from kvist.spec.formats import CacheFormat
@@ -149,6 +150,21 @@ def test_settings_are_checked() -> None:
     with pytest.raises(InputError, match="preempt: 'drop'; recompute or swap"):
         Scheduler(manager=cache_of(8), limits=Limits(), preempt="drop")  # type: ignore[arg-type]
     assert tier("host", 1 << 20).seconds(2_000_000_000) == 2.0
+
+
+def test_a_tier_is_read_from_the_command_lines_words() -> None:
+    assert Tier.parse("host=64GiB@25GB/s") == Tier(name="host", capacity_bytes=64 << 30, bandwidth=25e9)
+    disk = Tier.parse(" disk = 2TB @ 7GB/s,write-through".replace(" ", ""))
+    assert disk == Tier(name="disk", capacity_bytes=2 * 10**12, bandwidth=7e9, write="write-through")
+    for text, message in {
+        "host": "tier: 'host'; write NAME=SIZE@RATE, such as host=64GiB@25GB/s",
+        "host=64GiB@25GB": "write NAME=SIZE@RATE",
+        "host=much@25GB/s": "tier: 'much' is not a size",
+        "host=0@25GB/s": "tier host: capacity_bytes is 0; above 0",
+        "host=1GiB@1GB/s,never": "tier host: write is 'never'; write-back or write-through",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            Tier.parse(text)
 
 
 def go(made: Scheduler) -> Any:

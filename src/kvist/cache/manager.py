@@ -32,7 +32,8 @@ from kvist.cache.layout import ArenaLayout
 from kvist.cache.prefix import Match, PrefixKey, PrefixTree, unit_of
 from kvist.cache.reclaim import LRU, Node, Order, order_of
 from kvist.cache.snapshot import snapshot
-from kvist.cache.tiers import Moved, Resumption, Swapped, Tier, TierStack
+from kvist.cache.tier import Tier
+from kvist.cache.tiers import Moved, Resumption, Swapped, TierStack
 from kvist.errors import InputError
 
 _NO_BLOCKS = np.empty(0, np.int64)

@@ -15,7 +15,7 @@ This is bookkeeping: which block is where, and the bytes that move. Whoever has 
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,46 +24,12 @@ from kvist.cache.arena import Ids
 from kvist.cache.digests import Digests
 from kvist.cache.groups import Group
 from kvist.cache.reclaim import Node
+from kvist.cache.tier import Tier
 from kvist.errors import InputError
 
 if TYPE_CHECKING:
     from kvist.cache.manager import Sequence
     from kvist.cache.prefix import Match, PrefixTree
-
-Write = Literal["write-back", "write-through"]
-_WRITES: tuple[Write, ...] = ("write-back", "write-through")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tier:
-    """A place for blocks beyond the device.
-
-    Attributes:
-        name: ``host``, ``disk``, ``remote`` …
-        capacity_bytes: that it holds.
-        bandwidth: bytes per second between it and the device, each way.
-        write: ``write-back``: it is given what is evicted before it; ``write-through``: it is given every block of a
-            prefix as soon as the device has computed it.
-
-    Raises:
-        InputError: a size or rate is not positive, or ``write`` is neither.
-    """
-
-    name: str
-    capacity_bytes: int
-    bandwidth: float
-    write: Write = "write-back"
-
-    def __post_init__(self) -> None:
-        for key in ("capacity_bytes", "bandwidth"):
-            if not getattr(self, key) > 0:
-                raise InputError(f"tier {self.name}: {key} is {getattr(self, key)}; above 0", key="tier")
-        if self.write not in _WRITES:
-            raise InputError(f"tier {self.name}: write is {self.write!r}; {' or '.join(_WRITES)}", key="tier")
-
-    def seconds(self, size: int) -> float:
-        """How long ``size`` bytes take, one way."""
-        return size / self.bandwidth
 
 
 @dataclass(frozen=True, slots=True)
