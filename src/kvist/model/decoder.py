@@ -106,8 +106,8 @@ class Decoder:
         rotations = [rotary.tables(step.positions, self.dtype, self.kernels) for rotary in self.rotaries]
         stream = Residual(x) if self.kernels is None else FusedResidual(x, self.kernels)
         for layer in self.layers:
-            # Behind the last attention only what is sampled is read.
-            rows = step.sampled if layer is self.layers[-1] and len(step.sampled) < len(x) else None
+            # Behind the last attention only what is sampled is read, in the order of the step's chunks.
+            rows = step.sampled if layer is self.layers[-1] else None
             stream = layer(stream, rotations[layer.rotary], step.attention[layer.group], rows)
         logits = self.head(stream.normed(self.norm))
         if self.final_softcap is not None:
