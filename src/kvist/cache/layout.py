@@ -48,9 +48,10 @@ class ArenaLayout:
         )
         num_slabs = memory_bytes // slab
         if num_slabs < len(sizes):
+            held = counted(num_slabs, "slab")
             raise DoesNotFit(
-                f"memory: {format_size(memory_bytes)} holds {counted(num_slabs, 'slab')} of {format_size(slab)}, one "
-                f"for each of {counted(len(sizes), 'layer group')} is needed: at least {format_size(len(sizes) * slab)}"
+                f"memory: {format_size(memory_bytes)} holds {held} of {format_size(slab)}, too few "
+                f"for {counted(len(sizes), 'layer group')}: at least {format_size(len(sizes) * slab)}"
             )
         return cls(
             total_bytes=num_slabs * slab,
