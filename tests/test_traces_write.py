@@ -294,7 +294,7 @@ def test_bad_rows_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["trace", "info", path, "--skip-bad"]) == 0
     out = capsys.readouterr().out
     assert "2, left out" in out
-    assert "line 4 has 1 columns; one is missing" in out
+    assert "line 4 has 1 column; one is missing" in out
     assert "1 requests without a prompt or without an answer" in out
     assert max(map(len, out.splitlines())) <= 80
     assert main(["trace", "info", path, "--skip-bad", "--json"]) == 0
