@@ -63,6 +63,11 @@ step_llama() {
     complete llama
 }
 
+step_simulator() {
+    venv simulator kvcache-simulator==0.1.3
+    complete simulator
+}
+
 step_gguf() {
     [ -e "$gguf" ] && return
     local work
@@ -104,7 +109,7 @@ step_int4() {
         --task text-generation-with-past --weight-format int4 --group-size 32 --ratio 1.0 "$int4"
 }
 
-for step in "${@:-hf vllm openvino llama gguf bf16 int4}"; do
+for step in "${@:-hf vllm openvino llama simulator gguf bf16 int4}"; do
     for name in $step; do
         "step_$name"
     done

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     )
     from kvist.planning.plan import Plan
     from kvist.planning.planner import plan
+    from kvist.simulation.question import simulate
+    from kvist.simulation.results import SimulationResult
     from kvist.spec.formats import CacheFormat
     from kvist.spec.model import ModelSpec
 
@@ -36,9 +38,11 @@ _HOMES = {
     "ModelSpec": "kvist.spec.model",
     "Plan": "kvist.planning.plan",
     "SamplingParams": "kvist.engine.sampler",
+    "SimulationResult": "kvist.simulation.results",
     "UnknownModel": "kvist.errors",
     "UnsupportedModel": "kvist.errors",
     "plan": "kvist.planning.planner",
+    "simulate": "kvist.simulation.question",
 }
 
 __all__ = [
@@ -52,10 +56,12 @@ __all__ = [
     "ModelSpec",
     "Plan",
     "SamplingParams",
+    "SimulationResult",
     "UnknownModel",
     "UnsupportedModel",
     "__version__",
     "plan",
+    "simulate",
 ]
 
 

@@ -19,6 +19,7 @@ from kvist.commands.engine import add_generate, add_serve
 from kvist.commands.listings import add_formats, add_gpus
 from kvist.commands.models import add_models
 from kvist.commands.plan import add_plan
+from kvist.commands.simulate import add_simulate
 from kvist.commands.trace import add_trace
 from kvist.errors import InputError, KvistError
 
@@ -174,6 +175,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvist {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, prog="kvist")
-    for add in (add_plan, add_check, add_models, add_formats, add_gpus, add_trace, add_generate, add_serve):
+    for add in (
+        add_plan,
+        add_check,
+        add_models,
+        add_formats,
+        add_gpus,
+        add_simulate,
+        add_trace,
+        add_generate,
+        add_serve,
+    ):
         add(commands)
     return parser

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy.typing as npt
 
@@ -105,6 +105,18 @@ class Batch:
         return sum(chunk.count for chunk in self.chunks)
 
 
+class _Attempt(NamedTuple):
+    """What an admission depends on: asked again with all of it equal, the answer would be the same.
+
+    The request, blocks let go of so far, tokens in the prefix tree, and with windows the step's budget.
+    """
+
+    request_id: str
+    idled: int
+    stored: int
+    budget: int
+
+
 @dataclass(kw_only=True)
 class Counters:
     """Totals since the start."""
@@ -168,6 +180,7 @@ class Scheduler:
     counters: Counters = field(default_factory=Counters)
     tier_hit_tokens: dict[str, int] = field(default_factory=dict)
     _withdrawn: int = 0
+    _stuck: "_Attempt | None" = None
 
     def __post_init__(self) -> None:
         if self.preempt not in ("recompute", "swap"):
@@ -283,11 +296,14 @@ class Scheduler:
                 self.waiting.popleft()
                 self._withdrawn -= 1
                 continue
+            if self.running and self._stuck == self._attempt(request, budget):
+                break
             reservation = self._reserve(request, budget, admit=True)
             if not reservation.granted and not self.running:
                 self._isolate(request)
                 reservation = self._reserve(request, budget, admit=True)
             if not reservation.granted:
+                self._stuck = self._attempt(request, budget)
                 break
             self.running.append(self.waiting.popleft())
             request.state = "running"
@@ -296,6 +312,10 @@ class Scheduler:
             budget -= self._schedule(chunks, request, reservation.limit)
         tiers = self.manager.tiers
         return Batch(chunks, preempted, tiers.take_traffic() if tiers else NO_TRAFFIC, copies)
+
+    def _attempt(self, request: Request, budget: int) -> "_Attempt":
+        manager = self.manager
+        return _Attempt(request.id, manager.arena.idled, manager.tree.tokens, budget if manager.windows else 0)
 
     def _isolate(self, request: Request) -> None:
         """A lone request ran out of memory: its blocks lie scattered over slabs that another group needs.
@@ -314,7 +334,7 @@ class Scheduler:
         chunk = min(budget, sequence.size - sequence.length, self._least_chunk if request.alone else budget)
         while True:
             reservation = self.manager.reserve(sequence, chunk, admit_chunk=chunk if admit else None)
-            if reservation.granted or chunk <= self._least_chunk:
+            if reservation.granted or chunk <= self._least_chunk or (admit and not self.manager.windows):
                 return reservation
             chunk = max(self._least_chunk, chunk // 2)
 

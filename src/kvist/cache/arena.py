@@ -25,10 +25,17 @@ class Arena:
     """Block ids, their reference counts and their free lists; whoever owns tensors lays them out the same way.
 
     Methods take arrays of distinct block ids of one group; none of them is checked on the hot path.
+
+    Attributes:
+        layout: how its memory is cut.
+        refs: per group, int32 ``[blocks]``: sequences that refer to each block.
+        kept: per group, bool ``[blocks]``: whether the prefix tree keeps it.
+        idled: blocks that have lost their last reference so far: while it stays, nothing more can be had than before.
     """
 
     def __init__(self, layout: ArenaLayout) -> None:
         self.layout = layout
+        self.idled = 0
         counts = [layout.total_blocks(group) for group in range(len(layout.blocks_per_slab))]
         self.refs = [np.zeros(count, np.int32) for count in counts]
         self.kept = [np.zeros(count, np.bool_) for count in counts]
@@ -103,6 +110,7 @@ class Arena:
         refs[ids] = counts
         idle = ids if not counts.any() else ids[counts == 0]
         if idle.size:
+            self.idled += idle.size
             kept = self.kept[group][idle]
             cached = int(np.count_nonzero(kept))
             self._cached_count[group] += cached

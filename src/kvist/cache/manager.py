@@ -157,6 +157,7 @@ class CacheManager:
     Attributes:
         block_tokens: of the smallest blocks.
         unit_tokens: tokens of which every shared prefix is a multiple.
+        windows: whether a group gives blocks back while a sequence runs.
 
     Raises:
         InputError: there is no order of that name, or ``checkpoint_every`` or ``max_checkpoints`` is no such number.
@@ -191,6 +192,7 @@ class CacheManager:
         self.tiers = TierStack(tiers, self.groups, self.unit_tokens) if tiers else None
         self.tree.tiers = self.tiers
         self._windowed = [index for index, group in enumerate(self.groups) if group.gives_back]
+        self.windows = bool(self._windowed)
 
     def begin(self, tokens: npt.ArrayLike, key: PrefixKey = PrefixKey()) -> Sequence:  # noqa: B008 (frozen)
         """A new sequence with these known tokens, int32 ``[size]``; it holds nothing yet.

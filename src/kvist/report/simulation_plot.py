@@ -32,6 +32,7 @@ OWNERS = ("running", "cached", "waste", "free")
 _OWNER_COLOURS = {"running": "#0072b2", "cached": "#56b4e9", "waste": "#d55e00", "free": "#ecece6"}
 _BOUND_COLOURS = {
     "idle": "#dcdcd4", "compute": "#e69f00", "bandwidth": "#7fc4ae", "memory": "#b5447f", "slots": "#4b3a78",
+    "tiers": "#56a0d3",
 }  # fmt: skip
 _RUNNING, _WAITING = "#0072b2", "#5c6670"
 _INK, _MUTED, _LINE = "#1b211e", "#59665f", "#d5d8d0"

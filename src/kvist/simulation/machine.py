@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from kvist.cache.groups import DEFAULT_BLOCK_TOKENS, Group
 from kvist.errors import DoesNotFit, InputError
 from kvist.planning.capacity import DEVICE_CHUNK
-from kvist.planning.deployment import MAX_SAMPLED, Cutting, Machine, Stage, stages_of
+from kvist.planning.deployment import MAX_SAMPLED, Cutting, Deployment, Stage, stages_of
 from kvist.planning.machines import Wish, machine_of
 from kvist.planning.weights import Weights, weights_of
 from kvist.spec.formats import CacheFormat
@@ -18,18 +18,16 @@ class Site:
     """Where a model is simulated.
 
     Attributes:
-        machine: the devices.
+        deployment: the devices, and the stages of the model's pipeline.
         weights: of the model; None where only the cache's memory is given.
-        stages: of its pipeline.
         stage: the one whose cache holds the fewest tokens: its blocks are what is managed.
         cache_bytes: for the cache of a rank of that stage.
         cutting: how caches are cut.
         notes: what a reader should know.
     """
 
-    machine: Machine
+    deployment: Deployment
     weights: Weights | None
-    stages: tuple[Stage, ...]
     stage: Stage
     cache_bytes: int
     cutting: Cutting
@@ -91,9 +89,8 @@ def site_of(
             f"no cache in {format_size(machine.memory)} of {machine.label}"
         )
     return Site(
-        machine=machine,
+        deployment=Deployment(machine=machine, stages=stages, sampled=max_running, notes=()),
         weights=weighed,
-        stages=stages,
         stage=tight,
         cache_bytes=cache,
         cutting=cutting,

@@ -1,9 +1,12 @@
-"""One replica: the engine's scheduler and cache, and a clock in the place of its model."""
+"""One replica: the engine's scheduler and cache, and a clock in the place of its model.
+
+A step takes as long as the clock says, and before it what is loaded from tiers; what is written to them goes on beside
+the step, and holds it up only where it takes longer.
+"""
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -11,39 +14,19 @@ import numpy.typing as npt
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
+from kvist.cache.prefix import PrefixKey
+from kvist.cache.tier import Tier
+from kvist.cache.tiers import Traffic
 from kvist.errors import DoesNotFit, InputError
 from kvist.scheduler import Batch, Chunk, Limits, Request, Scheduler
+from kvist.simulation.clock import StepClock
+from kvist.simulation.future import Future
 from kvist.simulation.meter import Meter
 from kvist.simulation.prompts import Prompts
 from kvist.simulation.results import BOUNDS
 
-_IDLE, _MEMORY, _SLOTS = BOUNDS.index("idle"), BOUNDS.index("memory"), BOUNDS.index("slots")
+_IDLE, _MEMORY, _SLOTS, _TIERS = (BOUNDS.index(name) for name in ("idle", "memory", "slots", "tiers"))
 _CODES: dict[str, int] = {name: code for code, name in enumerate(BOUNDS)}
-
-
-class StepTime(Protocol):
-    """How long a step takes, and whether it computes or reads for as long."""
-
-    @property
-    def seconds(self) -> float:
-        """Of the step."""
-
-    @property
-    def bound(self) -> str:
-        """``compute`` or ``bandwidth``."""
-
-
-class StepClock(Protocol):
-    """Tells how long steps take."""
-
-    def step(self, prefills: Sequence[Chunk], decodes: int, decode_tokens: int) -> StepTime:
-        """A step that computes these chunks of prompts, and one token for each of ``decodes`` sequences.
-
-        Args:
-            prefills: their ``start`` and ``count``.
-            decodes: sequences that decode.
-            decode_tokens: the sum of their lengths, the token that is computed included.
-        """
 
 
 @dataclass(kw_only=True)
@@ -84,7 +67,9 @@ class Shape:
         layout: how its memory is cut.
         limits: of the scheduler.
         prefix_cache: whether prompts share blocks.
-        reclaim: the order in which cached blocks go.
+        reclaim: the order in which cached blocks go: ``lru``, ``lfu``, ``fifo`` or ``optimal``.
+        tiers: where blocks lie beside the device.
+        preempt: whether a request that must make room is computed again or swapped out.
     """
 
     groups: tuple[Group, ...]
@@ -92,6 +77,8 @@ class Shape:
     limits: Limits
     prefix_cache: bool
     reclaim: str = "lru"
+    tiers: tuple[Tier, ...] = ()
+    preempt: Literal["recompute", "swap"] = "recompute"
 
 
 @dataclass(kw_only=True)
@@ -118,19 +105,34 @@ class Replica:
 
     def __post_init__(self) -> None:
         shape = self.shape
-        self.manager = CacheManager(shape.groups, shape.layout, prefix_cache=shape.prefix_cache)
-        self.scheduler = Scheduler(manager=self.manager, limits=shape.limits)
+        self.future = Future.of(self.prompts) if shape.reclaim == "optimal" and shape.prefix_cache else None
+        self.manager = CacheManager(
+            shape.groups,
+            shape.layout,
+            prefix_cache=shape.prefix_cache,
+            reclaim=self.future.order() if self.future else "lru" if shape.reclaim == "optimal" else shape.reclaim,
+            tiers=shape.tiers if shape.prefix_cache or shape.preempt == "swap" else (),
+        )
+        self.scheduler = Scheduler(manager=self.manager, limits=shape.limits, preempt=shape.preempt)
+        self._rates = {tier.name: tier for tier in shape.tiers}
         layout = shape.layout
         self._tails = [
             layout.slab_bytes - count * size
             for count, size in zip(layout.blocks_per_slab, layout.block_bytes, strict=True)
         ]
         self._token_bytes = sum(group.token_bytes for group in shape.groups if group.lifetime not in ("state", "cross"))
+        self._reaches = self.clock.reaches
 
     @property
     def load(self) -> int:
         """Requests that run or wait."""
         return len(self.scheduler.running) + len(self.scheduler.waiting) + len(self._queue)
+
+    def found(self, tokens: npt.NDArray[np.int32]) -> int:
+        """Tokens of a prompt that its prefix cache holds now."""
+        if not self.manager.prefix_cache:
+            return 0
+        return self.manager.tree.match(PrefixKey(), tokens, tokens.size - 1).tokens
 
     def give(self, index: int) -> None:
         """Request ``index`` of the trace arrives now."""
@@ -174,9 +176,11 @@ class Replica:
             else:
                 prefills.append(chunk)
                 self._note_admission(request)
-        time = self.clock.step(prefills, decodes, decode_tokens)
-        self.now += time.seconds
-        self.meter.add(self.now, self._bound(batch, time), self._state())
+        reached = self._reached(batch) if self._reaches else None
+        time = self.clock.step(prefills, decodes, decode_tokens, reached)
+        loading, writing = self._moving(batch.traffic)
+        self.now += loading + max(time.seconds, writing)
+        self.meter.add(self.now, self._bound(batch, time.bound, time.seconds, loading + writing), self._state())
         scheduler.commit(batch)
         now = self.now
         for chunk in batch.chunks:
@@ -198,16 +202,33 @@ class Replica:
         if np.isnan(self.log.admitted[index]):
             self.log.admitted[index] = self.now
             self.log.hit_tokens[index] = request.first_hit_tokens or 0
+            if self.future is not None:
+                self.future.admit(index)
 
-    def _bound(self, batch: Batch, time: StepTime) -> int:
+    def _reached(self, batch: Batch) -> list[int]:
+        """What windows see of the sequences that decode, added up for each of the clock's reaches."""
+        lengths = [
+            chunk.start + 1 for chunk in batch.chunks if chunk.count == 1 and chunk.start >= chunk.request.prompt_tokens
+        ]
+        return [sum([min(length, reach) for length in lengths]) for reach in self._reaches]
+
+    def _moving(self, traffic: Traffic) -> tuple[float, float]:
+        """Seconds that loading from tiers takes, one after the other, and writing to them, all at once."""
+        loading = sum(self._rates[moved.tier].seconds(moved.bytes) for moved in traffic.read)
+        writing = max((self._rates[moved.tier].seconds(moved.bytes) for moved in traffic.written), default=0.0)
+        return loading, writing
+
+    def _bound(self, batch: Batch, bound: str, seconds: float, moving: float) -> int:
         """What kept the step from being shorter, or those that wait from running."""
         scheduler = self.scheduler
+        if moving > seconds:
+            return _TIERS
         if scheduler.waiting or self._queue:
             if len(scheduler.running) >= scheduler.limits.max_running:
                 return _SLOTS
             if batch.tokens < scheduler.limits.max_batch_tokens:
                 return _MEMORY
-        return _CODES[time.bound]
+        return _CODES[bound]
 
     def _state(self) -> tuple[float, ...]:
         """The meter's columns."""
@@ -221,6 +242,6 @@ class Replica:
         unused = 0
         for request in running:
             sequence = request.sequence
-            unused += sequence.room - sequence.length
+            unused += sequence.room - sequence.length - sequence.in_flight
         waiting = len(self.scheduler.waiting) + len(self._queue)
         return (len(running), waiting, held, cached, unused * self._token_bytes, tails)

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 # What kept a step from being shorter, or more requests from running; the codes of `Timeline.bound`.
-Bound = Literal["idle", "compute", "bandwidth", "memory", "slots"]
-BOUNDS: tuple[Bound, ...] = ("idle", "compute", "bandwidth", "memory", "slots")
+Bound = Literal["idle", "compute", "bandwidth", "memory", "slots", "tiers"]
+BOUNDS: tuple[Bound, ...] = ("idle", "compute", "bandwidth", "memory", "slots", "tiers")
 
 
 @dataclass(frozen=True, kw_only=True)

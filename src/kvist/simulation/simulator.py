@@ -1,19 +1,23 @@
 """A trace, run through the engine's scheduler and cache under several policies."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Literal
 
 import numpy as np
 
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
+from kvist.cache.tier import Tier
 from kvist.errors import InputError
 from kvist.scheduler import Limits
+from kvist.simulation.clock import StepClock
 from kvist.simulation.meter import HELD, RUNNING, TAILS, UNUSED, shares, timeline_of
 from kvist.simulation.policies import Policy, policy_named
 from kvist.simulation.prompts import Prompts
-from kvist.simulation.replica import Log, Replica, Shape, StepClock
+from kvist.simulation.replica import Log, Replica, Shape
 from kvist.simulation.results import Percentiles, PolicyResult
 from kvist.traces.trace import Trace
 
@@ -33,6 +37,8 @@ class Server:
         replicas: that share the requests.
         route: to which of them one goes: ``round-robin``, ``least`` or ``prefix``.
         reclaim: the order in which cached blocks go.
+        tiers: where blocks lie beside each replica's device, the nearest first.
+        preempt: whether a request that must make room is computed again or swapped out.
     """
 
     groups: Callable[[int], tuple[Group, ...]]
@@ -45,6 +51,8 @@ class Server:
     replicas: int = 1
     route: str = "round-robin"
     reclaim: str = "lru"
+    tiers: tuple[Tier, ...] = ()
+    preempt: Literal["recompute", "swap"] = "recompute"
 
     def shape(self, policy: Policy) -> Shape:
         """Memory and limits of a replica.
@@ -63,6 +71,8 @@ class Server:
             ),
             prefix_cache=policy.prefix_cache,
             reclaim=self.reclaim,
+            tiers=self.tiers,
+            preempt=self.preempt,
         )
 
 
@@ -140,7 +150,22 @@ def _least(replicas: Sequence[Replica], index: int) -> int:
     return min(range(len(replicas)), key=load)
 
 
-ROUTES: dict[str, Router] = {"round-robin": _round_robin, "least": _least}
+def _prefix(replicas: Sequence[Replica], index: int) -> int:
+    """The one that has the most of the prompt, where that is worth more than its queue; else the one with the fewest.
+
+    A request more in a queue counts as much as a sixteenth of the prompt, so that one popular prefix does not fill one
+    replica while others idle.
+    """
+    tokens = replicas[0].prompts.tokens(index)
+
+    def merit(number: int) -> tuple[float, int]:
+        replica = replicas[number]
+        return 16 * replica.found(tokens) / tokens.size - replica.load, -((number - index) % len(replicas))
+
+    return max(range(len(replicas)), key=merit)
+
+
+ROUTES: dict[str, Router] = {"round-robin": _round_robin, "least": _least, "prefix": _prefix}
 
 
 def router_named(name: str) -> Router:
@@ -182,6 +207,7 @@ def _result(trace: Trace, policy: Policy, shape: Shape, replicas: Sequence[Repli
         cache_bytes=total_bytes,
         preempted=sum(counter.preempted for counter in counters),
         recomputed_tokens=sum(counter.recomputed_tokens for counter in counters),
+        tier_hit_tokens=dict(sum((Counter(each.scheduler.tier_hit_tokens) for each in replicas), Counter())),
         peak_running=sum(meter.peak_running for meter in meters),
         mean_running=sum(meter.mean(RUNNING) for meter in meters),
         waste_ratio=sum(waste.values()) / held if held else 0.0,

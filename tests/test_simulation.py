@@ -1,0 +1,420 @@
+"""The simulator against the engine, against its own bookkeeping, and against figures that are known."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_tokenizers import byte_level, write_directory
+
+import kvist
+from kvist.cache.groups import groups_of
+from kvist.cache.layout import ArenaLayout
+from kvist.cache.tier import Tier
+from kvist.engine.engine import Engine
+from kvist.engine.sampler import SamplingParams
+from kvist.errors import DoesNotFit, InputError
+from kvist.scheduler import Limits, Scheduler
+from kvist.simulation.clock import FixedClock
+from kvist.simulation.meter import CACHED, HELD, TAILS, UNUSED
+from kvist.simulation.policies import POLICIES
+from kvist.simulation.prompts import Prompts
+from kvist.simulation.question import Question, simulate
+from kvist.simulation.replica import Log, Replica, Shape
+from kvist.simulation.results import BOUNDS
+from kvist.simulation.simulator import Server, run_policies
+from kvist.spec.formats import CacheFormat
+from kvist.spec.model import ModelSpec
+from kvist.traces.trace import Trace
+
+SHARED = Path(__file__).parents[2] / "shared" / "data" / "traces"
+CLOCK = FixedClock(prefill_rate=4000.0, decode_seconds=0.01, sequence_seconds=0.001, overhead=0.002)
+BLOCK = 16
+
+
+def trace_of(rows: list[tuple[float, int, int, list[int]]], block: int = BLOCK) -> Trace:
+    """(arrival, prompt, output, blocks) of each request."""
+    blocks = [ids for *_, ids in rows]
+    return Trace(
+        source="made up",
+        arrivals=np.array([row[0] for row in rows], np.float64),
+        timed=True,
+        prompts=np.array([row[1] for row in rows], np.int64),
+        outputs=np.array([row[2] for row in rows], np.int64),
+        block_tokens=block,
+        blocks=np.array([one for ids in blocks for one in ids], np.int64),
+        offsets=np.cumsum([0, *map(len, blocks)]),
+    )
+
+
+def chats(count: int, seed: int, *, longest: int = 160, gap: float = 0.05) -> Trace:
+    """Conversations that share system prompts, and go on with what was said."""
+    rng = np.random.default_rng(seed)
+    histories: list[list[int]] = []
+    rows, now, fresh = [], 0.0, 100
+    for _ in range(count):
+        now += float(rng.exponential(gap))
+        if histories and rng.random() < 0.5:
+            history = histories[int(rng.integers(len(histories)))]
+        else:
+            history = [int(rng.integers(3))] * 0 + [int(rng.integers(3))]
+            histories.append(history)
+        added = int(rng.integers(0, 3))
+        history += range(fresh, fresh + added)
+        fresh += added
+        if len(history) * BLOCK > longest:
+            histories.remove(history)
+        # Of whole blocks, and some tokens that nobody else has.
+        rows.append((now, len(history) * BLOCK + int(rng.integers(1, 20)), int(rng.integers(1, 40)), list(history)))
+    return trace_of(rows)
+
+
+# -- the engine ---------------------------------------------------------------------------------------------------
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+MODELS = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+    "gemma": lambda: transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(**SIZES, sliding_window=40, layer_types=["sliding_attention", "full_attention"])
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_directory(tmp_path_factory.mktemp(request.param), byte_level())
+    torch.manual_seed(3)
+    MODELS[request.param]().eval().save_pretrained(folder)
+    return folder
+
+
+def watched(scheduler: Scheduler, names: dict[str, int]) -> list[Any]:
+    """Every decision of a scheduler from now on: who computes what, who must go, and which blocks each holds."""
+    events: list[Any] = []
+    step = scheduler.step
+
+    def recorded() -> Any:
+        batch = step()
+        events.append(
+            (
+                [(names[chunk.request.id], chunk.start, chunk.count, chunk.samples) for chunk in batch.chunks],
+                [names[request.id] for request in batch.preempted],
+                {
+                    names[request.id]: [table.tolist() for table in request.sequence.tables]
+                    for request in scheduler.running
+                },
+            )
+        )
+        return batch
+
+    scheduler.step = recorded  # type: ignore[method-assign]
+    return events
+
+
+def spelled(tokens: np.ndarray) -> list[int]:
+    """Tokens of a vocabulary of 320 in the place of a trace's: sixteen of them differ where those do."""
+    values = tokens.astype(np.int64) + 2**31
+    digits = values // 300 ** (np.arange(values.size) % 4) % 300
+    return (digits + 5).tolist()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_engine_and_simulator_make_the_same_decisions(directory: Path, seed: int) -> None:
+    """Event by event, block id by block id, on one clock; with hits, chunks, preemptions and windows."""
+    trace = chats(40, seed)
+    made = Engine(directory, memory="192KiB", dtype="f32", max_batch_tokens=96, max_running=6)
+    limits = made.scheduler.limits
+
+    names: dict[str, int] = {}
+    events = watched(made.scheduler, names)
+    prompts, now, given = Prompts.of(trace), 0.0, 0
+    while given < len(trace) or made.has_work():
+        while given < len(trace) and trace.arrivals[given] <= now:
+            params = SamplingParams(temperature=0, max_tokens=int(trace.outputs[given]), ignore_eos=True)
+            name = made.submit(spelled(prompts.tokens(given)), params, on_event=lambda event: None)
+            names[name] = given
+            given += 1
+        if not made.has_work():
+            now = float(trace.arrivals[given])
+            continue
+        batch = made.step()
+        prefills = [chunk for chunk in batch.chunks if chunk.start < chunk.request.prompt_tokens]
+        decodes = [chunk for chunk in batch.chunks if chunk.start >= chunk.request.prompt_tokens]
+        ones = [chunk for chunk in decodes if chunk.count == 1]
+        prefills += [chunk for chunk in decodes if chunk.count > 1]
+        now += CLOCK.step(prefills, len(ones), sum(chunk.start + 1 for chunk in ones)).seconds
+
+    shape = Shape(groups=made.groups, layout=made.cache.layout, limits=limits, prefix_cache=True)
+    replica = Replica(shape=shape, clock=CLOCK, prompts=prompts, log=Log.of(len(trace)))
+    simulated = watched(replica.scheduler, {str(index): index for index in range(len(trace))})
+    for index, arrival in enumerate(trace.arrivals.tolist()):
+        replica.advance(arrival)
+        replica.give(index)
+    replica.advance(float("inf"))
+
+    assert simulated == events
+    assert replica.scheduler.counters.hit_tokens == made.scheduler.counters.hit_tokens > 0
+    assert made.scheduler.counters.preempted > 0
+    assert abs(replica.now - now) < 1e-9
+
+
+# -- bookkeeping --------------------------------------------------------------------------------------------------
+
+# A name of each way to remember.
+KINDS = (
+    "llama-3.2-1b", "gemma-3-1b-it", "deepseek-v3", "jamba-v0.1", "qwen3-next-80b-a3b-instruct", "gpt-oss-20b",
+)  # fmt: skip
+
+
+def server(spec: ModelSpec, sequences: int, longest: int, **options: Any) -> Server:
+    """Memory for some sequences of a length, and what a sequence owns besides."""
+    fmt = CacheFormat()
+    groups = groups_of(spec, fmt, BLOCK)
+    cache = sequences * sum(group.peak_blocks(longest, 64) * group.block_bytes for group in groups)
+    least = max(group.block_bytes for group in groups_of(spec, fmt, longest)) * 2 * len(groups)
+    return Server(
+        **{
+            "groups": lambda block: groups_of(spec, fmt, block),
+            "cache_bytes": max(cache, least),
+            "clock": CLOCK,
+            "max_running": 8,
+            "max_batch_tokens": 128,
+            "max_context": longest,
+            "block_tokens": BLOCK,
+            **options,
+        }
+    )
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize("name", KINDS)
+def test_bytes_are_conserved_in_every_step(name: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free, cached, running and waste add up to the memory, for every kind of layer and policy."""
+    spec = ModelSpec.read(name)
+    seen = []
+    state = Replica._state
+
+    def checked(self: Replica) -> tuple[float, ...]:
+        found = state(self)
+        arena, layout = self.manager.arena, self.shape.layout
+        free = sum(arena.free(group) * size for group, size in enumerate(layout.block_bytes))
+        free += arena.free_slabs * layout.slab_bytes
+        assert found[HELD] + found[CACHED] + free + found[TAILS] == layout.total_bytes
+        assert 0 <= found[UNUSED] <= found[HELD]
+        for group in range(len(layout.block_bytes)):
+            assert arena.free(group) + arena.cached(group) + arena.held(group) == arena.lent(group)
+        seen.append(found)
+        return found
+
+    monkeypatch.setattr(Replica, "_state", checked)
+    runs = run_policies(chats(30, 5), server(spec, 3, 256), [policy])
+    result = runs.policies[policy]
+    assert result.finished == 30
+    assert result.refused == 0
+    assert len(seen) > 50
+    line = result.timeline
+    assert line is not None
+    total = line.running_bytes + line.cached_bytes + line.waste_bytes + line.free_bytes
+    assert np.allclose(total, result.cache_bytes)
+    assert (line.free_bytes > -1e-6 * result.cache_bytes).all()
+    assert abs(sum(result.bound.values()) - 1) < 1e-9
+    if policy == "prefix":
+        assert result.hit_tokens > 0
+    else:
+        assert result.hit_tokens == 0
+
+
+def test_the_same_seed_gives_the_same_result() -> None:
+    spec = ModelSpec.read("llama-3.2-1b")
+    first, second = (run_policies(chats(40, 9), server(spec, 2, 256), ["paged", "prefix"]) for _ in range(2))
+    for name in ("paged", "prefix"):
+        assert first.policies[name].to_dict() == second.policies[name].to_dict()
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 10**6), st.integers(2, 6), st.sampled_from(["lru", "lfu", "fifo", "optimal"]))
+def test_every_request_ends_whatever_the_memory(seed: int, sequences: int, reclaim: str) -> None:
+    """All finish, in order of time, and prompts that share nothing more than `paged` does are never slower."""
+    spec = ModelSpec.read("smollm2-135m")
+    trace = chats(25, seed)
+    result = run_policies(trace, server(spec, sequences, 256, reclaim=reclaim), ["prefix"]).policies["prefix"]
+    assert result.finished == len(trace)
+    assert result.ttft is not None
+    assert result.latency is not None
+    assert 0 < result.ttft.p50 <= result.latency.p50 <= result.makespan
+    assert result.mean_running <= result.peak_running <= 8
+
+
+def test_tiers_are_hit_and_cost_time() -> None:
+    spec = ModelSpec.read("smollm2-135m")
+    trace = chats(60, 4)
+    tier = Tier(name="host", capacity_bytes=2**30, bandwidth=50e6)
+    alone, behind, slow = (
+        run_policies(trace, server(spec, 2, 256, tiers=tiers), ["prefix"]).policies["prefix"]
+        for tiers in ((), (tier,), (replace(tier, bandwidth=1e6),))
+    )
+    assert behind.tier_hit_tokens["host"] > 0
+    assert behind.hit_tokens > alone.hit_tokens
+    assert slow.makespan > behind.makespan
+    assert slow.bound["tiers"] > 0
+
+
+def test_swapped_requests_recompute_nothing() -> None:
+    spec = ModelSpec.read("smollm2-135m")
+    trace = chats(40, 2, gap=0.001)
+    tier = (Tier(name="host", capacity_bytes=2**30, bandwidth=1e9),)
+    again, swapped = (
+        run_policies(trace, server(spec, 2, 256, tiers=tier, preempt=preempt), ["paged"]).policies["paged"]
+        for preempt in ("recompute", "swap")
+    )
+    assert again.preempted > 0
+    assert again.recomputed_tokens > 0
+    assert swapped.preempted > 0
+    assert swapped.recomputed_tokens == 0
+
+
+def test_replicas_share_the_requests() -> None:
+    spec = ModelSpec.read("smollm2-135m")
+    trace = chats(80, 6, gap=0.001)
+    one = run_policies(trace, server(spec, 2, 256), ["prefix"]).policies["prefix"]
+    for route in ("round-robin", "least", "prefix"):
+        four = run_policies(trace, server(spec, 2, 256, replicas=4, route=route), ["prefix"]).policies["prefix"]
+        assert four.finished == len(trace)
+        assert four.makespan < one.makespan
+        assert four.cache_bytes == 4 * one.cache_bytes
+
+
+def test_a_prefix_route_hits_more_than_taking_turns() -> None:
+    spec = ModelSpec.read("smollm2-135m")
+    trace = chats(120, 8, gap=0.2)
+    hits = {
+        route: run_policies(trace, server(spec, 3, 256, replicas=4, route=route), ["prefix"])
+        .policies["prefix"]
+        .hit_tokens
+        for route in ("round-robin", "prefix")
+    }
+    assert hits["prefix"] > hits["round-robin"]
+
+
+def test_a_slab_is_one_block_of_the_longest_sequence() -> None:
+    spec = ModelSpec.read("llama-3.2-1b")
+    trace = trace_of([(0.0, 100, 28, [])] * 6)
+    made = server(spec, 4, 1024, max_context=1024, cache_bytes=4 * 1024 * spec.append_bytes_per_token(CacheFormat()))
+    result = run_policies(trace, made, ["slab", "paged"])
+    slab, paged = result.policies["slab"], result.policies["paged"]
+    assert slab.peak_running == 4
+    assert paged.peak_running == 6
+    assert slab.reserved_bytes_peak == slab.cache_bytes
+    # Between 100 and 127 tokens of 1,024 are in use.
+    assert 1 - 127 / 1024 < slab.waste_ratio < 1 - 90 / 1024
+    assert paged.waste_ratio < 0.1
+
+
+# -- the door -----------------------------------------------------------------------------------------------------
+
+
+def test_the_textbook_question() -> None:
+    """A batch of 32 with a limit of 8,192 and a mean length of 800: 90 % of slabs lie idle, under 4 % of blocks."""
+    from kvist.cli import parse
+    from kvist.commands.simulate import trace_of as made_of
+
+    args = parse(
+        [
+            "simulate",
+            "--mean-length",
+            "800",
+            "--model",
+            "llama-3-8b",
+            "--gpu",
+            "H100",
+            "--max-len",
+            "8k",
+            "--max-running",
+            "32",
+            "--requests",
+            "200",
+        ]
+    )
+    result = simulate(made_of(args), model="llama-3-8b", gpu="H100", max_len=8192, max_running=32,
+                      policies=("slab", "paged"))  # fmt: skip
+    slab, paged = result.policies["slab"], result.policies["paged"]
+    assert slab.peak_running == 32
+    assert 0.87 < slab.waste_ratio < 0.95
+    assert paged.waste_ratio < 0.04
+
+
+def test_prefixes_in_order_of_arrival() -> None:
+    """Without a clock, an endless cache hits 37.36 % of the conversation trace: README of the traces."""
+    path = SHARED / "mooncake_fast25_conversation.jsonl.gz"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    result = simulate(path, cache_only=True)
+    assert round(result.policies["prefix"].hit_ratio, 4) == 0.3736
+    assert result.requests == 12031
+
+
+@pytest.mark.parametrize("reclaim", ["lru", "optimal"])
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma-3-1b-it", "jamba-v0.1"])
+def test_without_a_clock_memory_bounds_what_is_hit(name: str, reclaim: str) -> None:
+    trace = chats(60, 3)
+    spec = ModelSpec.read(name)
+    fmt = CacheFormat()
+    fraction = sum(group.peak_blocks(256, 256) * group.block_bytes for group in groups_of(spec, fmt, BLOCK))
+    hits = [
+        simulate(trace, model=name, cache_only=True, cache_memory=memory, reclaim=reclaim).policies["prefix"].hit_tokens
+        for memory in (2 * fraction, 200 * fraction)
+    ]
+    assert 0 < hits[0] <= hits[1]
+    assert reclaim == "optimal" or hits[0] < hits[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": "smollm2-135m"}, "memory: there is none"),
+        ({"gpu": "H100"}, "model: none is named"),
+        ({"model": "smollm2-135m", "cache_memory": "1GiB"}, "gpu: a memory without a device has no speed"),
+        ({"model": "smollm2-135m", "gpu": "H100", "policies": ["best"]}, "policy: 'best' is none"),
+        ({"model": "smollm2-135m", "gpu": "H100", "policies": []}, "policy: none"),
+        ({"model": "smollm2-135m", "gpu": "H100", "route": "any"}, "route: 'any'"),
+        ({"model": "smollm2-135m", "gpu": "H100", "reclaim": "mru"}, "reclaim: 'mru'"),
+        ({"model": "smollm2-135m", "gpu": "H100", "preempt": "swap"}, "preempt: swap needs a tier"),
+        ({"model": "smollm2-135m", "gpu": "H100", "tiers": "host"}, "tier: 'host'; write NAME=SIZE@RATE"),
+        ({"model": "smollm2-135m", "gpu": "H100", "speed": 0}, "speed: 0"),
+        ({"model": "smollm2-135m", "gpu": "H100", "memroy": "1GiB"}, "memroy: nothing to ask"),
+        ({"cache_only": True, "policies": "slab"}, "policy: slab; without a clock"),
+        ({"cache_only": True, "cache_memory": "1GiB"}, "model: a memory holds"),
+        ({"cache_only": True, "tiers": "host=1GiB@1GB/s"}, "tiers: needs a clock"),
+    ],
+)
+def test_what_cannot_be_simulated_is_said(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        simulate(chats(3, 1), **fields)
+
+
+def test_a_memory_without_room_shows_the_sum() -> None:
+    with pytest.raises(DoesNotFit, match=r"weights of .* and overhead of .* leave no cache"):
+        kvist.simulate(chats(3, 1), model="llama-3-70b", gpu="L4")
+
+
+def test_a_request_that_never_fits_is_counted() -> None:
+    trace = trace_of([(0.0, 32, 4, []), (0.0, 9000, 4, []), (0.1, 32, 4, [])])
+    result = simulate(trace, Question(model="smollm2-135m", gpu="L4"))
+    assert result.policies["prefix"].refused == 1
+    assert result.policies["prefix"].finished == 2
+    assert any(note.startswith("1 request") for note in result.notes)
+
+
+def test_bounds_are_named() -> None:
+    assert set(BOUNDS) == {"idle", "compute", "bandwidth", "memory", "slots", "tiers"}
+    layout = ArenaLayout.of(groups_of(ModelSpec.read("smollm2-135m"), CacheFormat(), BLOCK), 2**26)
+    assert layout.total_bytes <= 2**26
+    assert Limits(max_running=3).max_running == 3
