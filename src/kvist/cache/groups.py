@@ -162,8 +162,9 @@ class Group:
 
     def all_blocks(self, tokens: int) -> int:
         """Blocks that ``tokens`` fill, the last one maybe in part, if none die; of compressed layers, their entries."""
-        if self.fixed_blocks is not None:
-            return self.fixed_blocks if tokens else 0
+        fixed = self.fixed_blocks
+        if fixed is not None:
+            return fixed if tokens else 0
         return -(-(tokens - tokens % self._entry_tokens) // self.block_tokens)
 
     def room(self, blocks: int) -> int:

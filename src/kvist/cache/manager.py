@@ -267,8 +267,10 @@ class CacheManager:
 
     def _room(self, sequence: Sequence) -> int:
         """Tokens for which a sequence has blocks."""
-        rooms = [group.room(table.size) for group, table in zip(self.groups, sequence.tables, strict=True)]
-        return min(rooms) if len(rooms) > 1 else rooms[0]
+        room = self.groups[0].room(sequence.tables[0].size)
+        for index in range(1, len(self.groups)):
+            room = min(room, self.groups[index].room(sequence.tables[index].size))
+        return room
 
     def extend(self, sequence: Sequence) -> bool:
         """Take in the next token of a sequence that decodes, where its last blocks have room; else change nothing.

@@ -229,7 +229,9 @@ class PrefixTree:
             edge = tokens[start : start + unit].tobytes()
             child = node.children.get(edge)
             if child is None:
-                blocks = self._run(tables, start, end)
+                blocks = [
+                    table[start // size : end // size].copy() for table, size in zip(tables, self._sizes, strict=True)
+                ]
                 run = tokens[start:end]
                 # A view would keep the whole prompt alive: not for the end of a long conversation.
                 child = self._new(node, run if 2 * run.size >= tokens.size else run.copy(), blocks, end)
@@ -249,16 +251,13 @@ class PrefixTree:
     def lengthen(self, node: Node, tokens: Tokens, tables: Sequence[Ids], end: int) -> None:
         """Let a leaf, which one sequence alone uses, go on to ``end`` with that sequence's tokens and blocks."""
         start = node.end
-        blocks = self._run(tables, start, end)
+        blocks = [table[start // size : end // size] for table, size in zip(tables, self._sizes, strict=True)]
         self._keep(blocks)
         node.blocks = [np.concatenate(both) for both in zip(node.blocks, blocks, strict=True)]
         node.tokens = np.concatenate((node.tokens, tokens[start:end]))
         node.end = end
         node.digests = None
         self.tokens += end - start
-
-    def _run(self, tables: Sequence[Ids], start: int, end: int) -> list[Ids]:
-        return [table[start // size : end // size].copy() for table, size in zip(tables, self._sizes, strict=True)]
 
     def _keep(self, blocks: list[Ids]) -> None:
         for group, ids in enumerate(blocks):
@@ -363,7 +362,7 @@ class PrefixTree:
         leaf = self._queue.first_leaf()
         if leaf is None:
             return False
-        if self.checkpoints and self.reclaim_checkpoint(before=leaf.last_used):
+        if self.checkpoints.groups and self.reclaim_checkpoint(before=leaf.last_used):
             return True
         # With several groups a whole run goes: slabs come back only when all their blocks are free.
         most = 1 if self._order.by_block else wanted
