@@ -270,10 +270,12 @@ class Scheduler:
         copies: list[BlockCopy] = []
         budget = self.limits.max_batch_tokens
         index = 0
+        extend = self.manager.extend
         while index < len(self.running) and budget:
             request = self.running[index]
-            if self.manager.extend(request.sequence):
-                chunks.append(Chunk(request, request.sequence.length, 1, True))
+            sequence = request.sequence
+            if extend(sequence):
+                chunks.append(Chunk(request, sequence.length, 1, True))
                 budget -= 1
                 index += 1
                 continue
@@ -370,8 +372,10 @@ class Scheduler:
     def commit(self, batch: Batch) -> list[BlockCopy]:
         """The step's keys and values are stored; returns the states to copy, in order, before the next step."""
         copies: list[BlockCopy] = []
+        commit = self.manager.commit
         for chunk in batch.chunks:
-            copies += self.manager.commit(chunk.request.sequence, chunk.start + chunk.count)
+            if saved := commit(chunk.request.sequence, chunk.start + chunk.count):
+                copies += saved
         return copies
 
     def append(self, request: Request, token: int) -> None:

@@ -5,6 +5,7 @@ the step, and holds it up only where it takes longer.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -180,22 +181,23 @@ class Replica:
         time = self.clock.step(prefills, decodes, decode_tokens, reached)
         loading, writing = self._moving(batch.traffic)
         self.now += loading + max(time.seconds, writing)
-        self.meter.add(self.now, self._bound(batch, time.bound, time.seconds, loading + writing), self._state())
+        bound = _TIERS if loading + writing > time.seconds else self._bound(decodes, prefills, time.bound)
+        self.meter.add(self.now, bound, self._state())
         scheduler.commit(batch)
-        now = self.now
+        now, indices, append = self.now, self._index, scheduler.append
         for chunk in batch.chunks:
             if not chunk.samples:
                 continue
             request = chunk.request
-            sequence = request.sequence
-            index = self._index[request.id]
-            if sequence.size == request.prompt_tokens:
+            index = indices[request.id]
+            append(request, -1 - index)
+            generated = request.sequence.size - request.prompt_tokens
+            if generated == 1:
                 log.first[index] = now
-            scheduler.append(request, -1 - index)
-            if sequence.size - request.prompt_tokens >= request.max_tokens:
+            if generated >= request.max_tokens:
                 log.last[index] = now
                 scheduler.finish(request)
-                del self._index[request.id]
+                del indices[request.id]
 
     def _note_admission(self, request: Request) -> None:
         index = self._index[request.id]
@@ -218,15 +220,13 @@ class Replica:
         writing = max((self._rates[moved.tier].seconds(moved.bytes) for moved in traffic.written), default=0.0)
         return loading, writing
 
-    def _bound(self, batch: Batch, bound: str, seconds: float, moving: float) -> int:
+    def _bound(self, decodes: int, prefills: Sequence[Chunk], bound: str) -> int:
         """What kept the step from being shorter, or those that wait from running."""
         scheduler = self.scheduler
-        if moving > seconds:
-            return _TIERS
         if scheduler.waiting or self._queue:
             if len(scheduler.running) >= scheduler.limits.max_running:
                 return _SLOTS
-            if batch.tokens < scheduler.limits.max_batch_tokens:
+            if decodes + sum([chunk.count for chunk in prefills]) < scheduler.limits.max_batch_tokens:
                 return _MEMORY
         return _CODES[bound]
 
