@@ -126,13 +126,13 @@ def clock() -> None:
     print()
 
 
-def conversations(requests: int) -> Trace:
+def conversations(requests: int, answer: int = 200) -> Trace:
     return synthesise(
         requests,
         seed=1,
         arrivals=Arrivals(rate=4.0),
         prompt=Lognormal(mean=1500, cv=1.0),
-        output=Lognormal(mean=200, cv=1.0),
+        output=Lognormal(mean=answer, cv=1.0),
         tree=Tree(systems=20, system_tokens=1024, turns=3.0, turn=Lognormal(mean=200, cv=1.0)),
     )
 
@@ -155,7 +155,7 @@ def linear() -> None:
 
 
 def million() -> None:
-    trace = conversations(1_000_000)
+    trace = conversations(1_000_000, answer=24)
     size = sum(getattr(trace, name).nbytes for name in ("arrivals", "prompts", "outputs", "blocks", "offsets"))
     started = process_time()
     found = cache_hits(trace, 50_000)

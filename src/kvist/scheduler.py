@@ -83,7 +83,7 @@ class Chunk:
     samples: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch:
     """What one step computes, and which requests had to make room for it.
 

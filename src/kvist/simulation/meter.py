@@ -31,13 +31,14 @@ class Meter:
         self._index = 0
         self._end = 1.0
         self.now = 0.0
-        self.totals = [0.0] * _COLUMNS
+        self._closed = [0.0] * _COLUMNS
+        self._idle = [0.0] * _COLUMNS
         self.busy = 0.0
         self.bounds = [0.0] * len(BOUNDS)
         self.peak_running = 0
         self.peak_held = 0
 
-    def add(self, until: float, bound: int, values: Sequence[float]) -> None:
+    def add(self, until: float, bound: int, values: Sequence[int]) -> None:
         """The state was ``values``, by column, from the last call until now.
 
         Args:
@@ -50,11 +51,13 @@ class Meter:
             return
         if bound:
             self.busy += span
-            totals = self.totals
+            if values[RUNNING] > self.peak_running:
+                self.peak_running = values[RUNNING]
+            if values[HELD] > self.peak_held:
+                self.peak_held = values[HELD]
+        else:
             for column in range(_COLUMNS):
-                totals[column] += span * values[column]
-            self.peak_running = max(self.peak_running, int(values[RUNNING]))
-            self.peak_held = max(self.peak_held, int(values[HELD]))
+                self._idle[column] += span * values[column]
         self.bounds[bound] += span
         while until > self._end:
             self._put(self._end - self.now, bound, values)
@@ -63,14 +66,22 @@ class Meter:
         self._put(until - self.now, bound, values)
         self.now = until
 
-    def _put(self, span: float, bound: int, values: Sequence[float]) -> None:
+    def _put(self, span: float, bound: int, values: Sequence[int]) -> None:
         sums = self._open
-        for column in range(_COLUMNS):
-            sums[column] += span * values[column]
+        running, waiting, held, cached, unused, tails = values
+        # Written out: this is done for every step.
+        sums[RUNNING] += span * running
+        sums[WAITING] += span * waiting
+        sums[HELD] += span * held
+        sums[CACHED] += span * cached
+        sums[UNUSED] += span * unused
+        sums[TAILS] += span * tails
         self._open_bounds[bound] += span
 
     def _close(self) -> None:
         """The stretch is over."""
+        for column in range(_COLUMNS):
+            self._closed[column] += self._open[column]
         self._sums[self._index] = self._open
         self._bounds[self._index] = self._open_bounds
         self._index += 1
@@ -84,9 +95,13 @@ class Meter:
         self._open_bounds = [0.0] * len(BOUNDS)
         self._end = (self._index + 1) * self.width
 
+    def total(self, column: int) -> float:
+        """Integral over the time in which there was work."""
+        return self._closed[column] + self._open[column] - self._idle[column]
+
     def mean(self, column: int) -> float:
         """Over the time in which there was work."""
-        return self.totals[column] / self.busy if self.busy else 0.0
+        return self.total(column) / self.busy if self.busy else 0.0
 
 
 def timeline_of(meters: Sequence[Meter], total_bytes: int) -> Timeline:

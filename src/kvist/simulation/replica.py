@@ -17,7 +17,7 @@ from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
 from kvist.cache.tier import Tier
-from kvist.cache.tiers import Traffic
+from kvist.cache.tiers import NO_TRAFFIC, Traffic
 from kvist.errors import DoesNotFit, InputError
 from kvist.scheduler import Batch, Chunk, Limits, Request, Scheduler
 from kvist.simulation.clock import StepClock
@@ -179,9 +179,13 @@ class Replica:
                 self._note_admission(request)
         reached = self._reached(batch) if self._reaches else None
         time = self.clock.step(prefills, decodes, decode_tokens, reached)
-        loading, writing = self._moving(batch.traffic)
-        self.now += loading + max(time.seconds, writing)
-        bound = _TIERS if loading + writing > time.seconds else self._bound(decodes, prefills, time.bound)
+        bound = self._bound(decodes, prefills, time.bound)
+        if batch.traffic is NO_TRAFFIC:
+            self.now += time.seconds
+        else:
+            loading, writing = self._moving(batch.traffic)
+            self.now += loading + max(time.seconds, writing)
+            bound = _TIERS if loading + writing > time.seconds else bound
         self.meter.add(self.now, bound, self._state())
         scheduler.commit(batch)
         now, indices, append = self.now, self._index, scheduler.append
@@ -230,7 +234,7 @@ class Replica:
                 return _MEMORY
         return _CODES[bound]
 
-    def _state(self) -> tuple[float, ...]:
+    def _state(self) -> tuple[int, ...]:
         """The meter's columns."""
         arena, running = self.manager.arena, self.scheduler.running
         held = cached = tails = 0

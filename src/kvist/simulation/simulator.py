@@ -191,10 +191,10 @@ def _result(trace: Trace, policy: Policy, shape: Shape, replicas: Sequence[Repli
     hits = int(log.hit_tokens.sum())
     meters = [replica.meter for replica in replicas]
     counters = [replica.scheduler.counters for replica in replicas]
-    held = sum(meter.totals[HELD] + meter.totals[TAILS] for meter in meters)
+    held = sum(meter.total(HELD) + meter.total(TAILS) for meter in meters)
     waste = {
-        "unused": sum(meter.totals[UNUSED] for meter in meters),
-        "slab_tails": sum(meter.totals[TAILS] for meter in meters),
+        "unused": sum(meter.total(UNUSED) for meter in meters),
+        "slab_tails": sum(meter.total(TAILS) for meter in meters),
     }
     bounds = [sum(spans) for spans in zip(*(meter.bounds for meter in meters), strict=True)]
     total_bytes = shape.layout.total_bytes * len(replicas)
