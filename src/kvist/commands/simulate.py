@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvist import cli_values as values
 from kvist.commands.options import BLOCK, add_command, add_format, add_json, print_json
+from kvist.errors import InputError
 
 if TYPE_CHECKING:
     from kvist.simulation.question import Question
@@ -37,6 +38,7 @@ def add_simulate(commands: Any) -> None:
     _add_trace(command)
     _add_machine(command)
     _add_policies(command)
+    _add_sweep(command)
     _add_output(command)
 
 
@@ -128,6 +130,26 @@ def _add_policies(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_sweep(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--sweep",
+        action="append",
+        metavar="KEY=V1,V2,…",
+        help="every combination of values of options, such as memory=40GiB,80GiB; format=bf16,int8/int4 is key and "
+        "value, tiers are joined by + or none; repeatable (docs/simulation.md)",
+    )
+    command.add_argument(
+        "--jobs", type=values.whole(1, 4096), metavar="N", help="processes of a sweep (as many as processors)"
+    )
+    command.add_argument(
+        "--ray",
+        nargs="?",
+        const="local",
+        metavar="ADDRESS",
+        help="a sweep on a Ray cluster (auto, host:port), or on this machine's Ray (needs kvist[ray])",
+    )
+
+
 def _add_output(command: argparse.ArgumentParser) -> None:
     command.add_argument("--plot", metavar="FILE", help="a picture, .png or .svg (needs kvist[plot])")
     command.add_argument("--html", metavar="FILE", help="one page with everything")
@@ -138,38 +160,41 @@ def question_of(args: argparse.Namespace) -> "Question":
     """What the options ask."""
     from kvist.simulation.question import Question
 
-    return Question(
-        model=args.model,
-        key=args.key,
-        value=args.value,
-        gpu=args.gpu,
-        memory=args.memory,
-        cache_memory=args.cache_memory,
-        weights=args.weights,
-        tp=args.tp,
-        pp=args.pp,
-        overhead=args.overhead,
-        policies=tuple(dict.fromkeys(args.policy or ("prefix",))),
-        block_tokens=args.block,
-        max_len=args.max_len,
-        max_running=args.max_running,
-        chunk=args.chunk,
-        reclaim=args.reclaim,
-        tiers=tuple(args.tier or ()),
-        preempt=args.preempt,
-        replicas=args.replicas,
-        route=args.route,
-        speed=args.speed,
-        requests=args.requests,
-        cache_only=args.cache_only,
-        calibrate=args.calibrate,
-    )
+    return Question.of(_fields(args))
+
+
+def _fields(args: argparse.Namespace) -> dict[str, Any]:
+    """What the options ask, by the names of a question's fields; a sweep may add what is not among them."""
+    return {
+        "model": args.model,
+        "key": args.key,
+        "value": args.value,
+        "gpu": args.gpu,
+        "memory": args.memory,
+        "cache_memory": args.cache_memory,
+        "weights": args.weights,
+        "tp": args.tp,
+        "pp": args.pp,
+        "overhead": args.overhead,
+        "policies": tuple(dict.fromkeys(args.policy or ("prefix",))),
+        "block_tokens": args.block,
+        "max_len": args.max_len,
+        "max_running": args.max_running,
+        "chunk": args.chunk,
+        "reclaim": args.reclaim,
+        "tiers": tuple(args.tier or ()),
+        "preempt": args.preempt,
+        "replicas": args.replicas,
+        "route": args.route,
+        "speed": args.speed,
+        "requests": args.requests,
+        "cache_only": args.cache_only,
+        "calibrate": args.calibrate,
+    }
 
 
 def trace_of(args: argparse.Namespace) -> "Trace":
     """The trace that is named, or one of the mean length that is asked for."""
-    from kvist.errors import InputError
-
     if args.trace is not None:
         if args.mean_length is not None:
             raise InputError("mean_length: there is a TRACE already; leave one of them out", key="mean_length")
@@ -194,6 +219,11 @@ def run_simulate(args: argparse.Namespace) -> int:
     """``kvist simulate``."""
     from kvist.simulation.question import simulate
 
+    if args.sweep is not None:
+        return _run_sweep(args)
+    for key in ("jobs", "ray"):
+        if getattr(args, key) is not None:
+            raise InputError(f"{key}: only a sweep has several cells; add `sweep`", key=key)
     question = question_of(args)
     if args.plot is not None:
         from kvist.report.simulation_plot import check_plot
@@ -216,6 +246,38 @@ def run_simulate(args: argparse.Namespace) -> int:
 
     print_simulation(result)
     return 0
+
+
+def _run_sweep(args: argparse.Namespace) -> int:
+    from kvist.simulation.sweep import sweep
+
+    for key in ("plot", "html"):
+        if getattr(args, key) is not None:
+            raise InputError(
+                f"{key}: draws one simulation; leave out `sweep`, or take its numbers from `json`", key=key
+            )
+    axes: dict[str, str] = {}
+    for text in args.sweep:
+        name, sign, given = text.partition("=")
+        if not sign:
+            raise InputError(f"sweep: {text!r}; write KEY=VALUE,VALUE, such as memory=40GiB,80GiB", key="sweep")
+        if name in axes:
+            raise InputError(f"sweep: {name} is there twice; give all its values at once", key="sweep")
+        axes[name] = given
+    trace = trace_of(args)
+    with _Progress() as progress:
+
+        def show(done: int, cells: int) -> None:
+            progress.show(f"{cells:,} simulations", done / cells)
+
+        result = sweep(trace, _fields(args), axes, jobs=args.jobs, ray=args.ray, watch=show)
+    if args.json:
+        print_json(result.to_dict())
+    else:
+        from kvist.report.sweep_tables import print_sweep
+
+        print_sweep(result)
+    return result.exit_code
 
 
 class _Progress:

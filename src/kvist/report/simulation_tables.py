@@ -115,7 +115,7 @@ def comparison(policies: Sequence[PolicyResult]) -> list[Group]:
             *_times("in the queue", policies, lambda each: each.queue),
         ],
         [
-            *_where("tokens/s", policies, lambda each: each.tokens_per_second, _rate),
+            *_where("tokens/s", policies, lambda each: each.tokens_per_second, format_rate),
             *_where("makespan", policies, lambda each: each.makespan, format_seconds),
             *_counted("steps", policies, lambda each: each.steps),
         ],
@@ -154,7 +154,8 @@ def _times(name: str, policies: Sequence[PolicyResult], read: Callable[[PolicyRe
     ]
 
 
-def _rate(value: float) -> str:
+def format_rate(value: float) -> str:
+    """Print a rate with at least three digits: ``4.07``, ``61.2``, ``4,481``."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -24,6 +24,13 @@ from kvist.units import format_size
 
 Watch = Callable[[str, float], None]
 
+# Fields that are one of a few words.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "route": tuple(ROUTES),
+    "reclaim": ("lru", "lfu", "fifo", "optimal"),
+    "preempt": ("recompute", "swap"),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
@@ -97,11 +104,7 @@ class Question:
             raise InputError(f"policy: {', '.join(self.policies) or 'none'}; at least one, each once", key="policy")
         for name in self.policies:
             policy_named(name)
-        for key, known in (
-            ("route", tuple(ROUTES)),
-            ("reclaim", ("lru", "lfu", "fifo", "optimal")),
-            ("preempt", ("recompute", "swap")),
-        ):
+        for key, known in CHOICES.items():
             if getattr(self, key) not in known:
                 raise InputError(f"{key}: {getattr(self, key)!r}; choose one of {', '.join(known)}", key=key)
         if not 0 < self.speed < float("inf"):
