@@ -16,6 +16,7 @@ import kvist
 from kvist.cache.groups import groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.tier import Tier
+from kvist.cli import main
 from kvist.engine.engine import Engine
 from kvist.engine.sampler import SamplingParams
 from kvist.errors import DoesNotFit, InputError
@@ -209,6 +210,12 @@ def test_bytes_are_conserved_in_every_step(name: str, policy: str, monkeypatch: 
         free += arena.free_slabs * layout.slab_bytes
         assert found[HELD] + found[CACHED] + free + found[TAILS] == layout.total_bytes
         assert 0 <= found[UNUSED] <= found[HELD]
+        # Not one block is held whose tokens are not counted, in groups of any kind.
+        assert found[UNUSED] == sum(
+            group.unfilled_bytes(table.size, request.sequence.length + request.sequence.in_flight)
+            for request in self.scheduler.running
+            for group, table in zip(self.shape.groups, request.sequence.tables, strict=True)
+        )
         for group in range(len(layout.block_bytes)):
             assert arena.free(group) + arena.cached(group) + arena.held(group) == arena.lent(group)
         seen.append(found)
@@ -392,7 +399,12 @@ def test_without_a_clock_memory_bounds_what_is_hit(name: str, reclaim: str) -> N
         ({"model": "smollm2-135m", "gpu": "H100", "memroy": "1GiB"}, "memroy: nothing to ask"),
         ({"cache_only": True, "policies": "slab"}, "policy: slab; without a clock"),
         ({"cache_only": True, "cache_memory": "1GiB"}, "model: a memory holds"),
-        ({"cache_only": True, "tiers": "host=1GiB@1GB/s"}, "tiers: needs a clock"),
+        ({"cache_only": True, "tiers": "host=1GiB@1GB/s"}, "tier: needs a clock"),
+        ({"cache_only": True, "route": "least"}, "route: needs a clock"),
+        ({"cache_only": True, "chunk": 64}, "chunk: needs a clock"),
+        ({"cache_only": True, "model": "smollm2-135m", "cache_memory": "1GiB", "encoder_tokens": 9}, "encoder_tokens"),
+        ({"cache_only": True, "model": "bart-large-cnn", "cache_memory": "1GiB"}, "encoder_tokens: bart"),
+        ({"model": "llama-4-scout", "gpu": "H200x8", "policies": "slab"}, "max_len: a slab of 10,485,760 tokens"),
     ],
 )
 def test_what_cannot_be_simulated_is_said(fields: dict[str, Any], message: str) -> None:
@@ -411,6 +423,100 @@ def test_a_request_that_never_fits_is_counted() -> None:
     assert result.policies["prefix"].refused == 1
     assert result.policies["prefix"].finished == 2
     assert any(note.startswith("1 request") for note in result.notes)
+
+
+def test_a_slab_of_compressed_layers_is_as_long_as_needed() -> None:
+    """Whole entries of 4 and 128 tokens make 8,191 tokens 8,192, not a hundred times as many."""
+    trace = trace_of([(0.0, 64, 4, [])])
+    made = {
+        longest: simulate(trace, model="deepseek-v4-flash", gpu="H200x8", policies="slab", max_len=longest)
+        for longest in (8191, 8192)
+    }
+    assert len({result.policies["slab"].reserved_bytes_peak for result in made.values()}) == 1
+
+
+def test_a_slab_that_does_not_fit_says_which_option() -> None:
+    with pytest.raises(DoesNotFit, match=r"policy slab: sequences of up to 1,048,576 tokens .* lower `max_len`"):
+        simulate(trace_of([(0.0, 8, 1, [])]), model="smollm2-135m", gpu="L4", policies="slab", max_len=2**20)
+
+
+def test_encoders_are_held_beside_what_is_read() -> None:
+    result = simulate(chats(5, 1), model="bart-large-cnn", cache_only=True, cache_memory="1GiB", encoder_tokens=64)
+    assert result.policies["prefix"].refused == 0
+
+
+def test_every_measure_of_a_request_by_hand() -> None:
+    """One prompt of 100 tokens and 3 answers, one of 50 and 1 after a long pause, one that can never fit."""
+    trace = trace_of([(0.0, 100, 3, []), (100.0, 50, 1, []), (100.0, 400, 2, [])])
+    clock = FixedClock(prefill_rate=1000.0, decode_seconds=0.5)
+    spec = ModelSpec.read("smollm2-135m")
+    result = run_policies(trace, server(spec, 4, 256, clock=clock), ["paged"]).policies["paged"]
+    assert result.ttft is not None
+    assert result.tpot is not None
+    assert result.latency is not None
+    assert (result.finished, result.refused, result.steps) == (2, 1, 4)
+    assert result.ttft.p50 == pytest.approx((0.1 + 0.05) / 2)
+    # A single token has no next one.
+    assert result.tpot.mean == result.tpot.p99 == pytest.approx(0.5)
+    assert result.latency.mean == pytest.approx((1.1 + 0.05) / 2)
+    assert result.makespan == pytest.approx(100.05)
+    assert result.tokens_per_second == pytest.approx(4 / 100.05)
+    assert result.mean_running == pytest.approx(1.0)
+    assert result.bound["idle"] == pytest.approx(98.9 / 100.05)
+    # 7 blocks hold 100, 101 and 102 tokens, 4 hold 50.
+    held = 7 * 16 * 1.1 + 4 * 16 * 0.05
+    assert result.waste_ratio == pytest.approx((12 * 0.1 + 11 * 0.5 + 10 * 0.5 + 14 * 0.05) / held)
+
+
+def test_without_a_second_token_there_is_no_time_between_tokens() -> None:
+    spec = ModelSpec.read("smollm2-135m")
+    result = run_policies(trace_of([(0.0, 9, 1, [])]), server(spec, 4, 256), ["paged"]).policies["paged"]
+    assert result.tpot is None
+    assert result.ttft is not None
+
+
+def test_a_replica_that_is_done_keeps_its_cache() -> None:
+    trace = trace_of([(0.0, 64, 1, [1, 2, 3, 4]), (0.0, 64, 200, [1, 2, 3, 4])])
+    spec = ModelSpec.read("smollm2-135m")
+    clock = FixedClock(prefill_rate=1000.0, decode_seconds=0.5)
+    result = run_policies(trace, server(spec, 4, 512, replicas=2, clock=clock), ["prefix"]).policies["prefix"]
+    line = result.timeline
+    assert line is not None
+    assert (line.cached_bytes[2:-1] == line.cached_bytes[2]).all()
+    assert line.cached_bytes[2] > 0
+    assert result.bound["idle"] == pytest.approx(0.5, abs=0.01)
+
+
+def test_hits_are_of_prompts_that_were_let_in() -> None:
+    """Of three prompts one is longer than the cache: half of the other two's tokens are found, but for the last."""
+    spec = ModelSpec.read("smollm2-135m")
+    (group,) = groups_of(spec, CacheFormat(), BLOCK)
+    trace = trace_of([(0.0, 64, 1, [1, 2, 3, 4]), (1.0, 640, 1, []), (2.0, 64, 1, [1, 2, 3, 4])])
+    for block in (BLOCK, 2 * BLOCK):
+        result = simulate(
+            trace, model=spec.name, cache_only=True, cache_memory=8 * group.block_bytes, block_tokens=block
+        )
+        assert result.policies["prefix"].refused == 1
+        assert result.policies["prefix"].hit_ratio == result.policies["prefix"].hit_tokens / 128 > 0.2
+        assert any("1 prompt could never fit" in note for note in result.notes)
+
+
+def test_all_rows_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "torn.jsonl"
+    path.write_text('{"arrival": 0, "prompt_tokens": 9, "output_tokens": 2}\n' + "torn\n" * 150)
+    from kvist.traces.read import read_trace
+
+    result = simulate(read_trace(path, skip_bad=True), cache_only=True)
+    assert any(note.startswith("150 rows are no requests") for note in result.notes)
+
+
+@pytest.mark.parametrize(("place", "why"), [("missing/day.html", "no directory"), (".", "is a directory")])
+def test_no_place_for_a_picture_is_said_before_anything(
+    place: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # There is no such trace either.
+    assert main(["simulate", "none", "--cache-only", "--html", str(tmp_path / place)]) == 2
+    assert why in capsys.readouterr().err
 
 
 def test_bounds_are_named() -> None:

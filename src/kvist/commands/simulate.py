@@ -99,6 +99,12 @@ def _add_policies(command: argparse.ArgumentParser) -> None:
         "--chunk", type=values.tokens(), metavar="N", help="tokens that a step computes at most (2048)"
     )
     command.add_argument(
+        "--encoder-tokens",
+        type=values.tokens(),
+        metavar="N",
+        help="length of an encoder's output, where the model attends to one",
+    )
+    command.add_argument(
         "--reclaim",
         choices=("lru", "lfu", "fifo", "optimal"),
         default="lru",
@@ -181,6 +187,7 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         "max_len": args.max_len,
         "max_running": args.max_running,
         "chunk": args.chunk,
+        "encoder_tokens": args.encoder_tokens,
         "reclaim": args.reclaim,
         "tiers": tuple(args.tier or ()),
         "preempt": args.preempt,
@@ -215,6 +222,17 @@ def trace_of(args: argparse.Namespace) -> "Trace":
     )
 
 
+def _check_place(path: str) -> None:
+    """Tell before a long simulation that its picture has no place to go to."""
+    from pathlib import Path
+
+    place = Path(path)
+    if place.is_dir():
+        raise InputError(f"{path}: cannot be written: is a directory; name a file in it")
+    if not place.parent.is_dir():
+        raise InputError(f"{path}: cannot be written: there is no directory {place.parent}; make it first")
+
+
 def run_simulate(args: argparse.Namespace) -> int:
     """``kvist simulate``."""
     from kvist.simulation.question import simulate
@@ -225,6 +243,9 @@ def run_simulate(args: argparse.Namespace) -> int:
         if getattr(args, key) is not None:
             raise InputError(f"{key}: only a sweep has several cells; add `sweep`", key=key)
     question = question_of(args)
+    for path in (args.plot, args.html):
+        if path is not None:
+            _check_place(path)
     if args.plot is not None:
         from kvist.report.simulation_plot import check_plot
 

@@ -60,7 +60,9 @@ def format_share(share: float) -> str:
 
 
 def _facts(result: SimulationResult) -> list[tuple[str, str]]:
-    facts = [("trace", result.trace), ("model", result.model), ("format", result.format)]
+    facts = [("trace", result.trace)]
+    if result.model:
+        facts += [("model", result.model), ("format", result.format)]
     if result.machine:
         facts.append(("machine", result.machine))
     facts.append(

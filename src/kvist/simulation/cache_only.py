@@ -40,6 +40,7 @@ class CacheHits:
         blocks: that the cache held; None without a limit.
         requests: of the trace.
         refused: requests with more blocks than the cache; they change nothing and hit nothing.
+        refused_tokens: of their prompts.
         prompt_tokens: of all requests.
         hit_tokens: of these, tokens that were found.
         request_hits: int64 ``[requests]``, tokens found by each.
@@ -49,6 +50,7 @@ class CacheHits:
     blocks: int | None
     requests: int
     refused: int
+    refused_tokens: int
     prompt_tokens: int
     hit_tokens: int
     request_hits: Ints
@@ -79,13 +81,14 @@ def cache_hits(trace: Trace, blocks: int | None = None, *, reclaim: str = "lru")
     if blocks is not None and blocks < 1:
         raise InputError(f"blocks: {blocks}; a cache holds at least 1", key="blocks")
     hits = np.zeros(len(trace), np.int64)
-    refused = 0
+    refused = refused_tokens = 0
     if trace.block_tokens is not None:
         uses = _Uses.of(trace)
         room = uses.enough if blocks is None else blocks
         fits = uses.needed <= room
         refused = int(np.count_nonzero(~fits))
         if refused:
+            refused_tokens = int(trace.prompts[~fits].sum())
             uses = uses.of_requests(fits)
         # Without a limit no order matters.
         rule = _RULES["lru" if room >= uses.enough else reclaim]
@@ -96,6 +99,7 @@ def cache_hits(trace: Trace, blocks: int | None = None, *, reclaim: str = "lru")
         blocks=blocks,
         requests=len(trace),
         refused=refused,
+        refused_tokens=refused_tokens,
         prompt_tokens=int(trace.prompts.sum()),
         hit_tokens=int(hits.sum()),
         request_hits=hits,

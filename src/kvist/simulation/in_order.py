@@ -45,12 +45,12 @@ def hits_in_order(
                 key="block_tokens",
             )
         found = cache_hits(trace, None, reclaim=reclaim)
-        return _result(trace, found.hit_tokens, found.refused, 0)
+        return _result(trace, found.hit_tokens, found.refused, found.refused_tokens, 0)
     made = groups(size)
     layout = ArenaLayout.of(made, cache_bytes)
     if len(made) == 1 and made[0].lifetime == "full" and made[0].block_tokens == trace.block_tokens:
         found = cache_hits(trace, layout.total_blocks(0), reclaim=reclaim)
-        return _result(trace, found.hit_tokens, found.refused, layout.total_bytes)
+        return _result(trace, found.hit_tokens, found.refused, found.refused_tokens, layout.total_bytes)
     return _through_manager(trace, made, layout, reclaim)
 
 
@@ -58,12 +58,13 @@ def _through_manager(trace: Trace, groups: tuple[Group, ...], layout: ArenaLayou
     prompts = Prompts.of(trace)
     future = Future.of(prompts) if reclaim == "optimal" else None
     manager = CacheManager(groups, layout, reclaim=future.order() if future else reclaim)
-    hits = refused = 0
+    hits = refused = refused_tokens = 0
     for index in range(len(trace)):
         sequence = manager.begin(prompts.tokens(index))
         reservation = manager.reserve(sequence, sequence.size)
         if not reservation.granted:
             refused += 1
+            refused_tokens += sequence.size
             continue
         hits += reservation.hit_tokens
         if future is not None:
@@ -73,11 +74,11 @@ def _through_manager(trace: Trace, groups: tuple[Group, ...], layout: ArenaLayou
             # A model with states stops where one is to be kept.
             manager.commit(sequence, manager.reserve(sequence, sequence.size).limit)
         manager.release(sequence)
-    return _result(trace, hits, refused, layout.total_bytes)
+    return _result(trace, hits, refused, refused_tokens, layout.total_bytes)
 
 
-def _result(trace: Trace, hit_tokens: int, refused: int, cache_bytes: int) -> PolicyResult:
-    asked = int(trace.prompts.sum())
+def _result(trace: Trace, hit_tokens: int, refused: int, refused_tokens: int, cache_bytes: int) -> PolicyResult:
+    asked = int(trace.prompts.sum()) - refused_tokens
     return PolicyResult(
         policy="prefix",
         hit_tokens=hit_tokens,

@@ -52,6 +52,7 @@ def site_of(
     weights: str | None = None,
     max_running: int = MAX_SAMPLED,
     chunk: int = DEVICE_CHUNK,
+    encoder_tokens: int | None = None,
 ) -> Site:
     """Deal a model out to the devices and say what is left for its cache.
 
@@ -62,6 +63,7 @@ def site_of(
         weights: codec of the weights; by default as the model stores them.
         max_running: sequences that are sampled at once, for which memory is set aside.
         chunk: tokens of a step.
+        encoder_tokens: length of the encoder's output, where the model attends to one and does not fix it.
 
     Raises:
         InputError: no memory is named, values contradict each other, or the model remembers nothing.
@@ -73,10 +75,13 @@ def site_of(
             "endless cache",
             key="memory",
         )
+    if encoder_tokens is not None and all(layer.encoder_tokens is not None for layer in spec.cross_layers):
+        why = "fixes the length of its encoder's output" if spec.cross_layers else "has no encoder"
+        raise InputError(f"encoder_tokens: {encoder_tokens}; {spec.name} {why}: leave it out", key="encoder_tokens")
     placed = machine_of(wish, spec)
     machine = placed.machine
     weighed = None if machine.cache is not None else weights_of(spec, weights)
-    cutting = Cutting(fmt=fmt, block_tokens=DEFAULT_BLOCK_TOKENS, chunk=chunk)
+    cutting = Cutting(fmt=fmt, block_tokens=DEFAULT_BLOCK_TOKENS, chunk=chunk, encoder_tokens=encoder_tokens)
     stages = stages_of(spec, weighed, machine, cutting=cutting)
     tight = min(stages, key=lambda stage: _tokens(stage, stage.cache(machine, max_running)))
     cache = tight.cache(machine, max_running)

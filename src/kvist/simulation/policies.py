@@ -26,9 +26,9 @@ class Policy:
     prefix_cache: bool
     summary: str
 
-    def block_tokens(self, block_tokens: int | None, longest: int) -> int:
-        """Tokens of a block, where sequences may grow to ``longest``."""
-        return longest if self.one_block else (block_tokens or DEFAULT_BLOCK_TOKENS)
+    def block_tokens(self, block_tokens: int | None) -> int:
+        """Tokens of a block, where it is not as long as the longest sequence."""
+        return block_tokens or DEFAULT_BLOCK_TOKENS
 
 
 POLICIES = {

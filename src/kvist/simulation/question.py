@@ -20,7 +20,7 @@ from kvist.simulation.simulator import ROUTES, Server, run_policies
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
 from kvist.traces.trace import Trace
-from kvist.units import format_size
+from kvist.units import counted, format_size
 
 Watch = Callable[[str, float], None]
 
@@ -45,6 +45,7 @@ class Question:
         max_len: longest sequence, which a slab reserves; the model's context where left out.
         max_running: requests that a replica runs at once.
         chunk: tokens that a step computes at most; by default 2,048 on a device and 1,024 elsewhere.
+        encoder_tokens: length of the encoder's output, where the model attends to one and does not fix it.
         reclaim: order in which cached blocks go.
         tiers: where blocks lie beside the device, as ``host=64GiB@25GB/s``.
         preempt: ``recompute`` or ``swap``.
@@ -71,6 +72,7 @@ class Question:
     max_len: int | None = None
     max_running: int = MAX_SAMPLED
     chunk: int | None = None
+    encoder_tokens: int | None = None
     reclaim: str = "lru"
     tiers: tuple[str, ...] = ()
     preempt: str = "recompute"
@@ -122,11 +124,10 @@ class Question:
                 f"policy: {', '.join(self.policies)}; without a clock there are hits of prefixes alone: leave it out",
                 key="policy",
             )
-        for key in ("tiers", "calibrate", "max_len", "replicas"):
-            if getattr(self, key):
-                raise InputError(
-                    f"{key}: needs a clock; leave out `cache_only`, or this", key={"tiers": "tier"}.get(key, key)
-                )
+        for key in ("tiers", "calibrate", "max_len", "max_running", "chunk", "preempt", "replicas", "route", "speed"):
+            if getattr(self, key) != self.__dataclass_fields__[key].default:
+                name = {"tiers": "tier"}.get(key, key)
+                raise InputError(f"{name}: needs a clock; leave out `cache_only`, or this", key=name)
         if self.model is None and any((self.gpu, self.memory, self.cache_memory)):
             raise InputError("model: a memory holds so many tokens of some model's; name it with `model`", key="model")
 
@@ -213,7 +214,15 @@ def _site(question: Question, spec: ModelSpec, fmt: CacheFormat) -> Site:
         overhead=question.overhead,
     )
     chunk = question.chunk or (DEFAULT_CHUNK if question.gpu is None else DEVICE_CHUNK)
-    return site_of(spec, fmt, wish, weights=question.weights, max_running=question.max_running, chunk=chunk)
+    return site_of(
+        spec,
+        fmt,
+        wish,
+        weights=question.weights,
+        max_running=question.max_running,
+        chunk=chunk,
+        encoder_tokens=question.encoder_tokens,
+    )
 
 
 def _clock(question: Question, spec: ModelSpec, fmt: CacheFormat, site: Site) -> "tuple[StepClock, tuple[str, ...]]":
@@ -248,17 +257,27 @@ def _notes(trace: Trace, spec: ModelSpec, server: Server, policies: "dict[str, P
         notes.append(f"{spec.name} was made for {spec.max_context:,} tokens; {server.max_context:,} are let in")
     if not trace.timed:
         notes.append(f"{trace.source} tells no times: all requests are there at once")
-    if trace.skipped:
-        notes.append(f"{len(trace.skipped):,} rows of {trace.source} are no requests and left out")
+    notes += _left_out(trace)
     if "prefix" in policies and trace.block_tokens is None:
         notes.append(f"{trace.source} does not say what prompts share: prefixes hit nothing")
     refused = max(result.refused for result in policies.values())
     if refused:
-        notes.append(f"{refused:,} requests could never fit: {server.max_context:,} tokens are the longest sequence")
+        longest = int((trace.prompts + trace.outputs).max())
+        why = f"{server.max_context:,} tokens are the longest sequence"
+        if longest <= server.max_context:
+            why = "the cache does not hold one of them even alone"
+        notes.append(f"{counted(refused, 'request')} could never fit: {why}")
     kept = [result.cache_bytes for result in policies.values()]
     if min(kept) < max(kept):
         notes.append("a cache is a whole number of slabs, so that policies with larger blocks have a little less of it")
     return tuple(notes)
+
+
+def _left_out(trace: Trace) -> tuple[str, ...]:
+    if not trace.skipped_rows:
+        return ()
+    rows = "1 row is no request" if trace.skipped_rows == 1 else f"{trace.skipped_rows:,} rows are no requests"
+    return (f"{rows} and left out, of {trace.source}",)
 
 
 def _without_clock(trace: Trace, question: Question, spec: ModelSpec | None, fmt: CacheFormat) -> SimulationResult:
@@ -278,7 +297,11 @@ def _without_clock(trace: Trace, question: Question, spec: ModelSpec | None, fmt
         )
         machine = "an endless cache" if site is None else f"{format_size(site.cache_bytes)} of cache"
     seconds = perf_counter() - started
-    notes = () if trace.block_tokens else (f"{trace.source} does not say what prompts share: prefixes hit nothing",)
+    notes = _left_out(trace)
+    if not trace.block_tokens:
+        notes += (f"{trace.source} does not say what prompts share: prefixes hit nothing",)
+    if result.refused:
+        notes += (f"{counted(result.refused, 'prompt')} could never fit: the cache does not hold one even alone",)
     return SimulationResult(
         trace=trace.source,
         model="" if spec is None else spec.name,

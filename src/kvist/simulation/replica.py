@@ -5,7 +5,7 @@ the step, and holds it up only where it takes longer.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
-from kvist.cache.manager import CacheManager
+from kvist.cache.manager import CacheManager, Sequence
 from kvist.cache.prefix import PrefixKey
 from kvist.cache.tier import Tier
 from kvist.cache.tiers import NO_TRAFFIC, Traffic
@@ -121,7 +121,9 @@ class Replica:
             layout.slab_bytes - count * size
             for count, size in zip(layout.blocks_per_slab, layout.block_bytes, strict=True)
         ]
-        self._token_bytes = sum(group.token_bytes for group in shape.groups if group.lifetime not in ("state", "cross"))
+        (first, *others) = shape.groups
+        # Of one group that keeps every token it is enough to count tokens, which takes no time.
+        self._token_bytes = 0 if others or first.lifetime != "full" else first.token_bytes
         self._reaches = self.clock.reaches
 
     @property
@@ -224,7 +226,7 @@ class Replica:
         writing = max((self._rates[moved.tier].seconds(moved.bytes) for moved in traffic.written), default=0.0)
         return loading, writing
 
-    def _bound(self, decodes: int, prefills: Sequence[Chunk], bound: str) -> int:
+    def _bound(self, decodes: int, prefills: Seq[Chunk], bound: str) -> int:
         """What kept the step from being shorter, or those that wait from running."""
         scheduler = self.scheduler
         if scheduler.waiting or self._queue:
@@ -244,8 +246,21 @@ class Replica:
             if self._tails[group]:
                 tails += arena.lent(group) // self.shape.layout.blocks_per_slab[group] * self._tails[group]
         unused = 0
-        for request in running:
-            sequence = request.sequence
-            unused += sequence.room - sequence.length - sequence.in_flight
+        if self._token_bytes:
+            for request in running:
+                sequence = request.sequence
+                unused += sequence.room - sequence.length - sequence.in_flight
+            unused *= self._token_bytes
+        else:
+            for request in running:
+                unused += self._unfilled(request.sequence)
         waiting = len(self.scheduler.waiting) + len(self._queue)
-        return (len(running), waiting, held, cached, unused * self._token_bytes, tails)
+        return (len(running), waiting, held, cached, unused, tails)
+
+    def _unfilled(self, sequence: Sequence) -> int:
+        """Bytes of its blocks that no token is in, nor computed for now."""
+        end = sequence.length + sequence.in_flight
+        return sum(
+            group.unfilled_bytes(table.size, end)
+            for group, table in zip(self.shape.groups, sequence.tables, strict=True)
+        )

@@ -87,15 +87,15 @@ class PolicyResult:
         refused: requests that could never fit.
         preempted: times that a running request had to give its memory back.
         recomputed_tokens: tokens that were computed again after that.
-        peak_running: most requests that ran at once.
-        mean_running: over the time in which there was work.
+        peak_running: most requests that ran at once; of several replicas those of each, added up.
+        mean_running: over the time in which there was work; of several replicas those of each, added up.
         waste_ratio: reserved bytes that held no token, over reserved bytes of running requests; means over time.
         waste: the same by cause: ``unused`` (reserved for an answer that did not come, the ends of blocks included)
             and ``slab_tails``.
-        reserved_bytes_peak: most bytes of running requests at once, waste included.
+        reserved_bytes_peak: most bytes of running requests at once, waste included; added up likewise.
         cache_bytes: the memory that it had.
         ttft, tpot, latency, queue: seconds to the first token, for each further token, to the last token, and until
-            admission. None without a clock.
+            admission. None without a clock; ``tpot`` also where nobody got a second token.
         makespan: seconds from the first arrival to the last token; 0 without a clock.
         tokens_per_second: generated, over the makespan.
         steps: of the scheduler.

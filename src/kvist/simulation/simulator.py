@@ -3,15 +3,16 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import lcm
 from time import perf_counter
 from typing import Literal
 
 import numpy as np
 
-from kvist.cache.groups import Group
+from kvist.cache.groups import MAX_BLOCK_TOKENS, Group
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.tier import Tier
-from kvist.errors import InputError
+from kvist.errors import DoesNotFit, InputError
 from kvist.scheduler import Limits
 from kvist.simulation.clock import StepClock
 from kvist.simulation.meter import HELD, RUNNING, TAILS, UNUSED, shares, timeline_of
@@ -59,11 +60,21 @@ class Server:
 
         Raises:
             DoesNotFit: the memory holds not one block of each group.
+            InputError: no slab is as long as the longest sequence.
         """
-        groups = self.groups(policy.block_tokens(self.block_tokens, self.max_context))
+        groups = self._slabs() if policy.one_block else self.groups(policy.block_tokens(self.block_tokens))
+        try:
+            layout = ArenaLayout.of(groups, self.cache_bytes)
+        except DoesNotFit as error:
+            if not policy.one_block:
+                raise
+            raise DoesNotFit(
+                f"policy {policy.name}: sequences of up to {self.max_context:,} tokens are too long for its memory, "
+                f"lower `max_len`: {error}"
+            ) from error
         return Shape(
             groups=groups,
-            layout=ArenaLayout.of(groups, self.cache_bytes),
+            layout=layout,
             limits=Limits(
                 max_running=self.max_running,
                 max_batch_tokens=self.max_batch_tokens,
@@ -74,6 +85,17 @@ class Server:
             tiers=self.tiers,
             preempt=self.preempt,
         )
+
+    def _slabs(self) -> tuple[Group, ...]:
+        """Groups whose blocks hold the longest sequence: whole entries of every layer, not a multiple of all tokens."""
+        whole = lcm(*(group.block_tokens for group in self.groups(1)))
+        longest = -(-self.max_context // whole) * whole
+        if longest > MAX_BLOCK_TOKENS:
+            raise InputError(
+                f"max_len: a slab of {self.max_context:,} tokens; at most {MAX_BLOCK_TOKENS:,}: lower `max_len`",
+                key="max_len",
+            )
+        return self.groups(longest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +151,10 @@ def _run(
             watch(policy.name, index / len(trace))
     for replica in replicas:
         replica.advance(float("inf"))
+    end = max(replica.now for replica in replicas)
+    for replica in replicas:
+        # Who is done first keeps its cache until all are.
+        replica.advance(end)
     if watch is not None:
         watch(policy.name, 1.0)
     return _result(trace, policy, shape, replicas, log)
@@ -214,7 +240,7 @@ def _result(trace: Trace, policy: Policy, shape: Shape, replicas: Sequence[Repli
         waste={cause: span / held if held else 0.0 for cause, span in waste.items()},
         reserved_bytes_peak=sum(meter.peak_held for meter in meters),
         ttft=Percentiles.of(log.first[finished] - arrivals),
-        tpot=Percentiles.of(answering[several] / (outputs[several] - 1)),
+        tpot=Percentiles.of(answering[several] / (outputs[several] - 1)) if several.any() else None,
         latency=Percentiles.of(log.last[finished] - arrivals),
         queue=Percentiles.of(log.admitted[finished] - arrivals),
         makespan=makespan,
