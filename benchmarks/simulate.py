@@ -134,6 +134,7 @@ def conversations(requests: int, answer: int = 200) -> Trace:
         prompt=Lognormal(mean=1500, cv=1.0),
         output=Lognormal(mean=answer, cv=1.0),
         tree=Tree(systems=20, system_tokens=1024, turns=3.0, turn=Lognormal(mean=200, cv=1.0)),
+        block_tokens=128,
     )
 
 

@@ -5,8 +5,9 @@ import pytest
 
 from kvist.cache.arena import ArenaLayout
 from kvist.cache.groups import Group, groups_of
-from kvist.cache.manager import CacheManager, Sequence
+from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
+from kvist.cache.sequence import Sequence
 from kvist.errors import DoesNotFit
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Attention

@@ -15,8 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvist.cache.arena import ArenaLayout
 from kvist.cache.groups import Group
-from kvist.cache.manager import BlockCopy, CacheManager, Sequence
+from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
+from kvist.cache.sequence import BlockCopy, Sequence
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Attention, Compressed, Cross, Layer, State
 

@@ -7,7 +7,8 @@ import pytest
 
 from kvist.cache.groups import Group, groups_of
 from kvist.cache.layout import ArenaLayout
-from kvist.cache.manager import BlockCopy, CacheManager, Reservation, Sequence
+from kvist.cache.manager import CacheManager
+from kvist.cache.sequence import BlockCopy, Reservation, Sequence
 from kvist.cache.tier import Tier, Write
 from kvist.errors import InputError
 from kvist.planning.capacity import allocated_bytes, capacity_of

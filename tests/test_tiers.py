@@ -13,8 +13,9 @@ from test_cache_machine import SHAPES, CacheMachine, Memory
 
 from kvist.cache.arena import ArenaLayout
 from kvist.cache.groups import Group
-from kvist.cache.manager import CacheManager, Reservation, Sequence
+from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
+from kvist.cache.sequence import Reservation, Sequence
 from kvist.cache.tier import Tier
 from kvist.cache.tiers import NO_TRAFFIC, Moved
 from kvist.errors import DoesNotFit, InputError

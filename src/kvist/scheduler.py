@@ -15,8 +15,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy.typing as npt
 
-from kvist.cache.manager import BlockCopy, CacheManager, Reservation, Sequence
+from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
+from kvist.cache.sequence import BlockCopy, Reservation, Sequence
 from kvist.cache.tiers import NO_TRAFFIC, Traffic
 from kvist.errors import DoesNotFit, InputError
 from kvist.planning.capacity import DEFAULT_CHUNK, allocated_bytes

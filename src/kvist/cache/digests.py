@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from kvist.cache.reclaim import Node, Tokens
 
 if TYPE_CHECKING:
-    from kvist.cache.manager import Sequence
     from kvist.cache.prefix import Match, PrefixKey, PrefixTree
+    from kvist.cache.sequence import Sequence
 
 DIGEST_BYTES = 16
 

@@ -19,7 +19,6 @@ takes them out again with :meth:`CacheManager.abandon`.
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,113 +29,12 @@ from kvist.cache.checkpoints import Checkpoint
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.prefix import Match, PrefixKey, PrefixTree, unit_of
-from kvist.cache.reclaim import LRU, Node, Order, order_of
+from kvist.cache.reclaim import LRU, Order, order_of
+from kvist.cache.sequence import NO_BLOCKS, BlockCopy, Fork, Reservation, Sequence
 from kvist.cache.snapshot import snapshot
 from kvist.cache.tier import Tier
-from kvist.cache.tiers import Moved, Resumption, Swapped, TierStack
+from kvist.cache.tiers import Resumption, Swapped, TierStack
 from kvist.errors import InputError
-
-_NO_BLOCKS = np.empty(0, np.int64)
-
-
-class Sequence:
-    """What one running sequence holds.
-
-    Attributes:
-        key: what must be equal for its prefix to be shared.
-        tokens: int32 ``[capacity]``; the first ``size`` are known.
-        size: known tokens, prompt and generated.
-        prompt_size: tokens known when it began, or when it was last released.
-        length: tokens whose keys and values are stored.
-        in_flight: tokens beyond them that the step under way stores.
-        shared: whether the tree is asked for its prefix, and given its blocks.
-        tables: per group, int64 ``[blocks]`` from position 0; -1 where a window gave the block back. Of a state one
-            block a layer, of an encoder those of its tokens, held from the first reservation to the release.
-        given_back: per group, leading blocks given back.
-        hit_tokens: prompt tokens that were found in the tree.
-        room: tokens for which it has blocks in every group.
-        parting: tokens of its prompt that the tree held when it began; a checkpoint is wanted there.
-        trailing: the checkpoint that goes along with it, if it has taken one.
-        digests: names of its leading blocks in the tiers, as far as they were looked for.
-        swapped: what it has in the first tier while it waits to come back.
-    """
-
-    __slots__ = (
-        "begun", "digests", "given_back", "hit_tokens", "in_flight", "key", "length", "node", "parting", "prompt_size",
-        "published", "room", "shared", "size", "swapped", "tables", "tokens", "trailing",
-    )  # fmt: skip
-
-    def __init__(self, tokens: npt.NDArray[np.int32], key: PrefixKey, groups: int) -> None:
-        self.key = key
-        self.tokens = tokens
-        self.size = self.prompt_size = tokens.size
-        self.length = 0
-        self.in_flight = 0
-        self.shared = True
-        self.tables: list[Ids] = [_NO_BLOCKS] * groups
-        self.given_back = [0] * groups
-        self.hit_tokens = 0
-        self.room = 0
-        self.begun = False
-        self.node: Node | None = None
-        self.published = 0
-        self.parting = 0
-        self.trailing: Checkpoint | None = None
-        self.digests: list[bytes] | None = None
-        self.swapped: Swapped | None = None
-
-    def append(self, token: int) -> None:
-        """One more token is known; its key and value are not stored yet."""
-        if self.size == self.tokens.size:
-            grown = np.empty(self.size + max(64, self.size // 4), np.int32)
-            grown[: self.size] = self.tokens
-            self.tokens = grown
-        self.tokens[self.size] = token
-        self.size += 1
-
-    def known(self) -> npt.NDArray[np.int32]:
-        """Prompt and generated tokens."""
-        return self.tokens[: self.size]
-
-    def blocks(self, group: int) -> int:
-        """Blocks that it holds in a group."""
-        return self.tables[group].size - self.given_back[group]
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """A block whose content another must have before either is written to."""
-
-    group: int
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """The outcome of :meth:`CacheManager.reserve`.
-
-    Attributes:
-        granted: False means that nothing has changed.
-        limit: tokens that the sequence may store now; 0 where not granted.
-        hit_tokens: of these, tokens found by this call, in the prefix tree and in the tiers.
-        loads: what must be loaded from tiers before the step.
-        copies: states with which it goes on; to be done, in order, before the step.
-    """
-
-    granted: bool
-    limit: int = 0
-    hit_tokens: int = 0
-    loads: tuple[Moved, ...] = ()
-    copies: Seq[BlockCopy] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Fork:
-    """The outcome of :meth:`CacheManager.fork`."""
-
-    sequence: Sequence
-    copies: list[BlockCopy]
 
 
 class CacheManager:
@@ -299,7 +197,7 @@ class CacheManager:
 
     def _match(self, sequence: Sequence) -> Match:
         if not (self.prefix_cache and sequence.shared):
-            return Match(tokens=0, nodes=[], blocks=[_NO_BLOCKS] * len(self.groups))
+            return Match(tokens=0, nodes=[], blocks=[NO_BLOCKS] * len(self.groups))
         return self.tree.match(sequence.key, sequence.tokens, sequence.size - 1)
 
     def _behind(self, sequence: Sequence, match: Match) -> Resumption | None:
@@ -318,7 +216,7 @@ class CacheManager:
     def _revived(self, found: list[Ids] | None, saved: Checkpoint | None) -> list[Ids]:
         """Blocks that were found which the sequence will refer to, per group; a checkpoint's until they are copied."""
         if found is None:
-            return [_NO_BLOCKS] * len(self.groups)
+            return [NO_BLOCKS] * len(self.groups)
         revived = [ids[ids >= 0] if group in self._windowed else ids for group, ids in enumerate(found)]
         if saved:
             for group, ids in zip(self._states, saved.blocks, strict=True):
@@ -420,7 +318,7 @@ class CacheManager:
         checkpoints = self.tree.checkpoints
         if checkpoints.most is not None and len(checkpoints) >= checkpoints.most:
             self.tree.reclaim_checkpoint()
-        if not self.arena.could_take(checkpoints.wanted, [_NO_BLOCKS] * len(self.groups)):
+        if not self.arena.could_take(checkpoints.wanted, [NO_BLOCKS] * len(self.groups)):
             return None
         self._free_up(checkpoints.wanted)
         return checkpoints.take()
@@ -498,7 +396,7 @@ class CacheManager:
             if not stored:
                 # What was reserved and never stored must not be found by anyone.
                 self.tree.forget_unsealed()
-        sequence.tables = [_NO_BLOCKS] * len(self.groups)
+        sequence.tables = [NO_BLOCKS] * len(self.groups)
         sequence.given_back = [0] * len(self.groups)
         sequence.node = None
         if self.tiers and sequence.trailing and sequence.trailing.node and sequence.trailing.moves:
@@ -554,7 +452,7 @@ class CacheManager:
             table.size - max(gone, self._shareable(group, table, length))
             for group, table, gone in zip(self.groups, sequence.tables, sequence.given_back, strict=True)
         ]
-        if any(wanted) and not self.arena.could_take(wanted, [_NO_BLOCKS] * len(self.groups)):
+        if any(wanted) and not self.arena.could_take(wanted, [NO_BLOCKS] * len(self.groups)):
             return None
         twin = Sequence(sequence.known().copy(), sequence.key, len(self.groups))
         twin.prompt_size = sequence.prompt_size

@@ -13,7 +13,8 @@ import numpy.typing as npt
 from kvist.cache.reclaim import Node
 
 if TYPE_CHECKING:
-    from kvist.cache.manager import CacheManager, Sequence
+    from kvist.cache.manager import CacheManager
+    from kvist.cache.sequence import Sequence
 
 MOST_NODES = 300
 _TEXT_TOKENS = 16

@@ -28,8 +28,8 @@ from kvist.cache.tier import Tier
 from kvist.errors import InputError
 
 if TYPE_CHECKING:
-    from kvist.cache.manager import Sequence
     from kvist.cache.prefix import Match, PrefixTree
+    from kvist.cache.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
-from kvist.cache.manager import BlockCopy
+from kvist.cache.sequence import BlockCopy
 from kvist.errors import DoesNotFit
 from kvist.kernels.attention import AttentionPlan
 from kvist.kernels.cpu import PagedAttention, PagedPlan

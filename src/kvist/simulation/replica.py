@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
-from kvist.cache.manager import CacheManager, Sequence
+from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
+from kvist.cache.sequence import Sequence
 from kvist.cache.tier import Tier
 from kvist.cache.tiers import NO_TRAFFIC, Traffic
 from kvist.errors import DoesNotFit, InputError

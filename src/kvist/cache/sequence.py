@@ -1,0 +1,115 @@
+"""What the manager hands out: a sequence, and what became of a call."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvist.cache.arena import Ids
+from kvist.cache.checkpoints import Checkpoint
+from kvist.cache.prefix import PrefixKey
+from kvist.cache.reclaim import Node
+from kvist.cache.tiers import Moved, Swapped
+
+NO_BLOCKS = np.empty(0, np.int64)
+
+
+class Sequence:
+    """What one running sequence holds.
+
+    Attributes:
+        key: what must be equal for its prefix to be shared.
+        tokens: int32 ``[capacity]``; the first ``size`` are known.
+        size: known tokens, prompt and generated.
+        prompt_size: tokens known when it began, or when it was last released.
+        length: tokens whose keys and values are stored.
+        in_flight: tokens beyond them that the step under way stores.
+        shared: whether the tree is asked for its prefix, and given its blocks.
+        tables: per group, int64 ``[blocks]`` from position 0; -1 where a window gave the block back. Of a state one
+            block a layer, of an encoder those of its tokens, held from the first reservation to the release.
+        given_back: per group, leading blocks given back.
+        hit_tokens: prompt tokens that were found in the tree.
+        room: tokens for which it has blocks in every group.
+        parting: tokens of its prompt that the tree held when it began; a checkpoint is wanted there.
+        trailing: the checkpoint that goes along with it, if it has taken one.
+        digests: names of its leading blocks in the tiers, as far as they were looked for.
+        swapped: what it has in the first tier while it waits to come back.
+    """
+
+    __slots__ = (
+        "begun", "digests", "given_back", "hit_tokens", "in_flight", "key", "length", "node", "parting", "prompt_size",
+        "published", "room", "shared", "size", "swapped", "tables", "tokens", "trailing",
+    )  # fmt: skip
+
+    def __init__(self, tokens: npt.NDArray[np.int32], key: PrefixKey, groups: int) -> None:
+        self.key = key
+        self.tokens = tokens
+        self.size = self.prompt_size = tokens.size
+        self.length = 0
+        self.in_flight = 0
+        self.shared = True
+        self.tables: list[Ids] = [NO_BLOCKS] * groups
+        self.given_back = [0] * groups
+        self.hit_tokens = 0
+        self.room = 0
+        self.begun = False
+        self.node: Node | None = None
+        self.published = 0
+        self.parting = 0
+        self.trailing: Checkpoint | None = None
+        self.digests: list[bytes] | None = None
+        self.swapped: Swapped | None = None
+
+    def append(self, token: int) -> None:
+        """One more token is known; its key and value are not stored yet."""
+        if self.size == self.tokens.size:
+            grown = np.empty(self.size + max(64, self.size // 4), np.int32)
+            grown[: self.size] = self.tokens
+            self.tokens = grown
+        self.tokens[self.size] = token
+        self.size += 1
+
+    def known(self) -> npt.NDArray[np.int32]:
+        """Prompt and generated tokens."""
+        return self.tokens[: self.size]
+
+    def blocks(self, group: int) -> int:
+        """Blocks that it holds in a group."""
+        return self.tables[group].size - self.given_back[group]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """A block whose content another must have before either is written to."""
+
+    group: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """The outcome of :meth:`CacheManager.reserve`.
+
+    Attributes:
+        granted: False means that nothing has changed.
+        limit: tokens that the sequence may store now; 0 where not granted.
+        hit_tokens: of these, tokens found by this call, in the prefix tree and in the tiers.
+        loads: what must be loaded from tiers before the step.
+        copies: states with which it goes on; to be done, in order, before the step.
+    """
+
+    granted: bool
+    limit: int = 0
+    hit_tokens: int = 0
+    loads: tuple[Moved, ...] = ()
+    copies: Seq[BlockCopy] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """The outcome of :meth:`CacheManager.fork`."""
+
+    sequence: Sequence
+    copies: list[BlockCopy]
