@@ -400,6 +400,7 @@ def test_without_a_clock_memory_bounds_what_is_hit(name: str, reclaim: str) -> N
         ({"cache_only": True, "policies": "slab"}, "policy: slab; without a clock"),
         ({"cache_only": True, "cache_memory": "1GiB"}, "model: a memory holds"),
         ({"cache_only": True, "tiers": "host=1GiB@1GB/s"}, "tier: needs a clock"),
+        ({"cache_only": True, "tp": 2}, "tp: an endless cache has no devices"),
         ({"cache_only": True, "route": "least"}, "route: needs a clock"),
         ({"cache_only": True, "chunk": 64}, "chunk: needs a clock"),
         ({"cache_only": True, "model": "smollm2-135m", "cache_memory": "1GiB", "encoder_tokens": 9}, "encoder_tokens"),
@@ -499,6 +500,37 @@ def test_hits_are_of_prompts_that_were_let_in() -> None:
         assert result.policies["prefix"].refused == 1
         assert result.policies["prefix"].hit_ratio == result.policies["prefix"].hit_tokens / 128 > 0.2
         assert any("1 prompt could never fit" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("route", ["round-robin", "prefix"])
+def test_a_prompt_beyond_all_memory_is_refused_like_others(route: str) -> None:
+    """Its tokens, 400 GB of them, are not even made."""
+    trace = trace_of([(0.0, 10**11, 1, [1]), (0.0, 32, 1, [1, 2])])
+    model = "gemma-3-1b-it"
+    result = run_policies(trace, server(ModelSpec.read(model), 4, 256, replicas=2, route=route), ["prefix"])
+    assert (result.policies["prefix"].finished, result.policies["prefix"].refused) == (1, 1)
+    with pytest.raises(InputError, match="trace: made up has a prompt of 100,000,000,000 tokens"):
+        simulate(trace, cache_only=True)
+    trace = replace(trace, prompts=np.array([10**8, 32]))
+    assert simulate(trace, model=model, cache_only=True, cache_memory="64MiB").policies["prefix"].refused == 1
+
+
+def test_what_a_tier_moves_takes_its_time() -> None:
+    """A prompt whose first 4 blocks come back from a host: their bytes over its rate, then the rest is computed."""
+    spec = ModelSpec.read("smollm2-135m")
+    (group,) = groups_of(spec, CacheFormat(), BLOCK)
+    rate = 10.0 * group.block_bytes
+    trace = trace_of([(0.0, 65, 1, [1, 2, 3, 4]), (50.0, 97, 1, [9]), (100.0, 65, 1, [1, 2, 3, 4])])
+    made = server(
+        spec, 1, 98, cache_bytes=7 * group.block_bytes, clock=FixedClock(prefill_rate=100.0, decode_seconds=0.0),
+        tiers=(Tier(name="host", capacity_bytes=100 * group.block_bytes, bandwidth=rate),),
+    )  # fmt: skip
+    result = run_policies(trace, made, ["prefix"]).policies["prefix"]
+    assert result.tier_hit_tokens == {"host": 64}
+    assert result.latency is not None
+    # The second writes 4 blocks back beside its 0.97 s; the third loads 4, then computes a token beside writing 4 back.
+    assert result.latency.mean == pytest.approx((0.65 + 0.97 + 0.4 + 0.4) / 3)
+    assert result.makespan == pytest.approx(100.8)
 
 
 def test_all_rows_that_are_left_out_are_counted(tmp_path: Path) -> None:

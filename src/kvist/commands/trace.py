@@ -217,13 +217,14 @@ def _refuse_two_outputs(args: argparse.Namespace) -> None:
 def _write(trace: "Trace", args: argparse.Namespace) -> int:
     from kvist.traces.summary import Summary
     from kvist.traces.write import write_trace
+    from kvist.units import counted
 
     write_trace(trace, args.out, format=args.format)
     if args.json:
         return print_json({"out": args.out, **Summary.of(trace).to_dict()})
-    skipped = f"; {trace.skipped_rows:,} rows are no requests and left out" if trace.skipped_rows else ""
+    skipped = f"; {counted(trace.skipped_rows, 'bad row')} left out" if trace.skipped_rows else ""
     # Where the trace itself is printed, nothing else is.
     stream = sys.stderr if args.out == "-" else sys.stdout
     name = "standard output" if args.out == "-" else args.out
-    print(f"{name}: {len(trace):,} requests{skipped}", file=stream)
+    print(f"{name}: {counted(len(trace), 'request')}{skipped}", file=stream)
     return 0

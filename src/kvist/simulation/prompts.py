@@ -32,6 +32,10 @@ class Prompts:
         _, ids = np.unique(trace.blocks, return_inverse=True)
         return cls(trace=trace, ids=ids.astype(np.int32))
 
+    def longest(self, index: int) -> int:
+        """Tokens of prompt and answer of request ``index``."""
+        return int(self.trace.prompts[index]) + int(self.trace.outputs[index])
+
     def own(self, index: int) -> int:
         """The token that only request ``index`` has."""
         return -1 - index

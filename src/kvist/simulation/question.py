@@ -22,6 +22,9 @@ from kvist.spec.model import ModelSpec
 from kvist.traces.trace import Trace
 from kvist.units import counted, format_size
 
+# Its blocks are counted one by one.
+_LONGEST_PROMPT = 2**27
+
 Watch = Callable[[str, float], None]
 
 # Fields that are one of a few words.
@@ -128,6 +131,10 @@ class Question:
             if getattr(self, key) != self.__dataclass_fields__[key].default:
                 name = {"tiers": "tier"}.get(key, key)
                 raise InputError(f"{name}: needs a clock; leave out `cache_only`, or this", key=name)
+        if not any((self.gpu, self.memory, self.cache_memory)):
+            for key in ("weights", "tp", "pp", "overhead", "encoder_tokens"):
+                if getattr(self, key) is not None:
+                    raise InputError(f"{key}: an endless cache has no devices; leave it out, or add `memory`", key=key)
         if self.model is None and any((self.gpu, self.memory, self.cache_memory)):
             raise InputError("model: a memory holds so many tokens of some model's; name it with `model`", key="model")
 
@@ -284,6 +291,11 @@ def _without_clock(trace: Trace, question: Question, spec: ModelSpec | None, fmt
     """Hits of prefixes, one request after the other."""
     from kvist.simulation.in_order import hits_in_order
 
+    most = int(trace.prompts.max())
+    if most > _LONGEST_PROMPT:
+        raise InputError(
+            f"trace: {trace.source} has a prompt of {most:,} tokens; at most {_LONGEST_PROMPT:,}", key="trace"
+        )
     started = perf_counter()
     if spec is None:
         result = hits_in_order(trace, None, None, question.reclaim, question.block_tokens)

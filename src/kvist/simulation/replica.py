@@ -159,6 +159,10 @@ class Replica:
         trace = self.prompts.trace
         while self._queue and len(scheduler.waiting) <= scheduler.limits.max_running:
             index = self._queue.popleft()
+            if self.prompts.longest(index) > scheduler.limits.max_context:
+                # Its tokens need not be made, which may be more than fit anywhere.
+                self.log.refused[index] = True
+                continue
             try:
                 request = scheduler.add(str(index), self.prompts.tokens(index), int(trace.outputs[index]))
             except (DoesNotFit, InputError):

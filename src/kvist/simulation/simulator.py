@@ -182,7 +182,11 @@ def _prefix(replicas: Sequence[Replica], index: int) -> int:
     A request more in a queue counts as much as a sixteenth of the prompt, so that one popular prefix does not fill one
     replica while others idle.
     """
-    tokens = replicas[0].prompts.tokens(index)
+    first = replicas[0]
+    if first.prompts.longest(index) > first.shape.limits.max_context:
+        # It is refused by any.
+        return _least(replicas, index)
+    tokens = first.prompts.tokens(index)
 
     def merit(number: int) -> tuple[float, int]:
         replica = replicas[number]

@@ -58,7 +58,9 @@ def read_columns(
     with source.opened() as stream:
         read_rows(lines_of(stream), columns)
     if not columns.prompts:
-        skipped = f"; {columns.skipped_rows:,} rows are bad, the first: " if columns.skipped else ""
+        count = columns.skipped_rows
+        bad = "1 row is bad" if count == 1 else f"{count:,} rows are bad"
+        skipped = f"; {bad}, the first: " if columns.skipped else ""
         first = f"line {columns.skipped[0].number} {columns.skipped[0].reason}" if columns.skipped else ""
         what = "requests" if trace else "lengths"
         raise source.error(f"holds no {what}{skipped}{first}; write one a line, CSV with a head, or JSON lines")
