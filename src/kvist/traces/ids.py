@@ -56,8 +56,8 @@ class BlockIds:
         between = text.translate(None, _DIGITS)
         size = len(between)
         # Numbers between separators of one kind, none of them left out.
-        if between == _SPACED[:size]:
-            count, plain = size // 2 + 1, not size % 2 and b", ," not in text
+        if not size % 2 and between == _SPACED[:size]:
+            count, plain = size // 2 + 1, text.count(b", ") == size // 2 and b", ," not in text
         else:
             count, plain = size + 1, between == _BARE[:size] and b",," not in text
         if not plain or text[0] not in _DIGITS or text[-1] not in _DIGITS:
