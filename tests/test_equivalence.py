@@ -5,14 +5,20 @@ at every position must be the one that the engine chose there. By induction that
 """
 
 import gzip
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
+from kvist.cache.groups import Group
+from kvist.engine import runner
 from kvist.engine.engine import Engine
+from kvist.model.decoder import Decoder
 from kvist.scheduler import Batch
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
@@ -98,16 +104,35 @@ def english(tokenizer: Any, start: int, tokens: int) -> list[int]:
     return tokenizer.encode(text)[:tokens]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def weights_loaded_once() -> Iterator[None]:
+    """Engines of one model share its decoder, which keeps nothing between steps."""
+    decoders: dict[Any, Decoder] = {}
+
+    def loaded(spec: ModelSpec, groups: Sequence[Group], dtype: torch.dtype) -> Decoder:
+        key = (spec.name, dtype, tuple(group.layers for group in groups))
+        if key not in decoders:
+            decoders[key] = Decoder(spec, groups, dtype)
+        return decoders[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "Decoder", loaded)
+        yield
+
+
 @pytest.fixture(scope="module", params=["smollm2-135m", "gemma-3-270m"])
 def subject(request: pytest.FixtureRequest) -> Subject:
     """Twenty prompts of mixed lengths with answers of 64 tokens from a batch, each verified by transformers."""
     path = request.getfixturevalue("smollm2_path" if request.param == "smollm2-135m" else "gemma_path")
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent,
-        gguf_file=path.name,
-        dtype=torch.float32,
-        quantization_config=transformers.GgufConfig(dequantize=True),
-    ).eval()
+    with pytest.MonkeyPatch.context() as patch:
+        # transformers opens the file twice, and gguf reads a vocabulary one string at a time: half a minute for Gemma.
+        patch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))
+        oracle = transformers.AutoModelForCausalLM.from_pretrained(
+            path.parent,
+            gguf_file=path.name,
+            dtype=torch.float32,
+            quantization_config=transformers.GgufConfig(dequantize=True),
+        ).eval()
     engine = Engine(path, dtype="f32", memory="384MiB", max_running=16)
     prompts = [engine.tokenizer.encode(question) for question in QUESTIONS]
     for index in range(0, 20, 4):
