@@ -40,6 +40,24 @@ def add_assume(command: argparse.ArgumentParser, *, help: str = "override a publ
     command.add_argument("--assume", type=values.assumption, action="append", metavar="KEY=VALUE", help=help)
 
 
+def add_machine(command: argparse.ArgumentParser, *, cache_memory: str, overhead: str) -> None:
+    """Add the devices and their memory; ``cache_memory`` and ``overhead`` end what is said of these options."""
+    command.add_argument("--gpu", metavar="NAME[xN]", help="device and how many, such as H100 or H100x8 (kvist gpus)")
+    memory = command.add_mutually_exclusive_group()
+    memory.add_argument(
+        "--memory", type=values.size, metavar="SIZE", help="of each device, for weights, cache and overhead together"
+    )
+    memory.add_argument("--cache-memory", type=values.size, metavar="SIZE", help=cache_memory)
+    command.add_argument(
+        "--weights", type=values.weight_codec, metavar="CODEC", help="how weights are stored (as the model says)"
+    )
+    command.add_argument("--tp", type=values.whole(1, 1024), metavar="N", help="ranks that share each layer")
+    command.add_argument("--pp", type=values.whole(1, 1024), metavar="N", help="stages that share the layers (1)")
+    command.add_argument(
+        "--overhead", type=values.size, metavar="SIZE", help=f"of each device, in place of the {overhead}"
+    )
+
+
 def add_json(command: argparse.ArgumentParser) -> None:
     """Add ``--json``."""
     command.add_argument("--json", action="store_true", help="one JSON object on standard output")

@@ -11,6 +11,7 @@ from kvist.commands.options import (
     add_command,
     add_format,
     add_json,
+    add_machine,
     add_settings,
     print_json,
 )
@@ -41,7 +42,9 @@ def add_plan(commands: Any) -> None:
     )
     add_format(command, default="bf16")
     command.add_argument("--block", type=BLOCK, metavar="N", help="tokens of a block (16); with a memory")
-    _add_machine(command)
+    add_machine(
+        command, cache_memory="for the cache alone: --memory of generate and serve", overhead="estimates (--explain)"
+    )
     _add_users(command)
     command.add_argument(
         "--encoder-tokens",
@@ -59,25 +62,6 @@ def add_plan(commands: Any) -> None:
     add_assume(command)
     command.add_argument("--explain", action="store_true", help="each number as formula and source")
     add_json(command)
-
-
-def _add_machine(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--gpu", metavar="NAME[xN]", help="device and how many, such as H100 or H100x8 (kvist gpus)")
-    memory = command.add_mutually_exclusive_group()
-    memory.add_argument(
-        "--memory", type=values.size, metavar="SIZE", help="of each device, for weights, cache and overhead together"
-    )
-    memory.add_argument(
-        "--cache-memory", type=values.size, metavar="SIZE", help="for the cache alone: --memory of generate and serve"
-    )
-    command.add_argument(
-        "--weights", type=values.weight_codec, metavar="CODEC", help="how weights are stored (as the model says)"
-    )
-    command.add_argument("--tp", type=values.whole(1, 1024), metavar="N", help="ranks that share each layer")
-    command.add_argument("--pp", type=values.whole(1, 1024), metavar="N", help="stages that share the layers (1)")
-    command.add_argument(
-        "--overhead", type=values.size, metavar="SIZE", help="of each device, in place of the estimates (--explain)"
-    )
 
 
 def _add_users(command: argparse.ArgumentParser) -> None:

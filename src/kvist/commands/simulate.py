@@ -5,7 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kvist import cli_values as values
-from kvist.commands.options import BLOCK, add_command, add_format, add_json, print_json
+from kvist.commands.options import BLOCK, add_command, add_format, add_json, add_machine, print_json
 from kvist.errors import InputError
 
 if TYPE_CHECKING:
@@ -57,22 +57,7 @@ def _add_trace(command: argparse.ArgumentParser) -> None:
 
 
 def _add_machine(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--gpu", metavar="NAME[xN]", help="device and how many, such as H100 or H100x8 (kvist gpus)")
-    memory = command.add_mutually_exclusive_group()
-    memory.add_argument(
-        "--memory", type=values.size, metavar="SIZE", help="of each device, for weights, cache and overhead together"
-    )
-    memory.add_argument(
-        "--cache-memory", type=values.size, metavar="SIZE", help="for the cache alone; with --cache-only"
-    )
-    command.add_argument(
-        "--weights", type=values.weight_codec, metavar="CODEC", help="how weights are stored (as the model says)"
-    )
-    command.add_argument("--tp", type=values.whole(1, 1024), metavar="N", help="ranks that share each layer")
-    command.add_argument("--pp", type=values.whole(1, 1024), metavar="N", help="stages that share the layers (1)")
-    command.add_argument(
-        "--overhead", type=values.size, metavar="SIZE", help="of each device, in place of the estimates"
-    )
+    add_machine(command, cache_memory="for the cache alone; with --cache-only", overhead="estimates")
     command.add_argument(
         "--calibrate", metavar="FILE", help="measured steps, CSV or JSON lines, to fit the clock to (docs/clock.md)"
     )
