@@ -189,7 +189,7 @@ class CacheMachine(RuleBasedStateMachine):
         for _ in range(count):
             if sequence.length == sequence.size:
                 sequence.append(token)
-            if self.manager.extend(sequence):
+            if self.manager.extend([sequence], 0, 1):
                 assert sequence.length + sequence.in_flight == sequence.size
                 assert [t.size for t in sequence.tables] == [g.all_blocks(sequence.size) for g in self.manager.groups]
             elif not self.reserve(sequence, 16):

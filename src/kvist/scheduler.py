@@ -9,6 +9,7 @@ swapped out and it goes on where it was. A request that could never fit is refus
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
-from kvist.cache.sequence import BlockCopy, Reservation, Sequence
+from kvist.cache.sequence import BlockCopy, Reservation, Sequence, append_each
 from kvist.cache.tiers import NO_TRAFFIC, Traffic
 from kvist.errors import DoesNotFit, InputError
 from kvist.planning.capacity import DEFAULT_CHUNK, allocated_bytes
@@ -91,12 +92,14 @@ class Batch:
     Attributes:
         chunks: a part for each request that takes part.
         preempted: requests that had to give their blocks back, or were swapped out.
+        decodes: how many chunks, the first ones, are one more token of an answer; there may be more among the rest.
         traffic: what moves between the device and its tiers before the step, or has moved since the last one.
         copies: states to copy before the step, in order.
     """
 
     chunks: list[Chunk]
     preempted: list[Request]
+    decodes: int = 0
     traffic: Traffic = NO_TRAFFIC
     copies: list[BlockCopy] = field(default_factory=list)
 
@@ -109,7 +112,8 @@ class Batch:
 class _Attempt(NamedTuple):
     """What an admission depends on: asked again with all of it equal, the answer would be the same.
 
-    The request, blocks let go of so far, tokens in the prefix tree, and with windows the step's budget.
+    The request, blocks let go of so far, tokens that the prefix tree was given so far, and with windows the step's
+    budget. What the tree loses meanwhile would only shorten what it finds.
     """
 
     request_id: str
@@ -270,19 +274,21 @@ class Scheduler:
         preempted: list[Request] = []
         copies: list[BlockCopy] = []
         budget = self.limits.max_batch_tokens
-        index = 0
-        extend = self.manager.extend
-        while index < len(self.running) and budget:
-            request = self.running[index]
-            sequence = request.sequence
-            if extend(sequence):
-                chunks.append(Chunk(request, sequence.length, 1, True))
-                budget -= 1
-                index += 1
+        sequences = [request.sequence for request in self.running]
+        index = decodes = 0
+        while index < len(sequences) and budget:
+            stop = self.manager.extend(sequences, index, min(len(sequences), index + budget))
+            if stop > index:
+                chunks += [Chunk(request, request.sequence.length, 1, True) for request in self.running[index:stop]]
+                decodes += stop - index if decodes == index else 0
+                budget -= stop - index
+                index = stop
                 continue
+            request = self.running[index]
             reservation = self._reserve(request, budget)
             if not reservation.granted:
                 victim = self.running.pop()
+                sequences.pop()
                 self._preempt(victim)
                 preempted.append(victim)
                 if not self.running:
@@ -314,11 +320,11 @@ class Scheduler:
             copies += reservation.copies
             budget -= self._schedule(chunks, request, reservation.limit)
         tiers = self.manager.tiers
-        return Batch(chunks, preempted, tiers.take_traffic() if tiers else NO_TRAFFIC, copies)
+        return Batch(chunks, preempted, decodes, tiers.take_traffic() if tiers else NO_TRAFFIC, copies)
 
     def _attempt(self, request: Request, budget: int) -> "_Attempt":
         manager = self.manager
-        return _Attempt(request.id, manager.arena.idled, manager.tree.tokens, budget if manager.windows else 0)
+        return _Attempt(request.id, manager.arena.idled, manager.tree.stored, budget if manager.windows else 0)
 
     def _isolate(self, request: Request) -> None:
         """A lone request ran out of memory: its blocks lie scattered over slabs that another group needs.
@@ -372,17 +378,18 @@ class Scheduler:
 
     def commit(self, batch: Batch) -> list[BlockCopy]:
         """The step's keys and values are stored; returns the states to copy, in order, before the next step."""
-        copies: list[BlockCopy] = []
-        commit = self.manager.commit
-        for chunk in batch.chunks:
-            if saved := commit(chunk.request.sequence, chunk.start + chunk.count):
-                copies += saved
-        return copies
+        return self.manager.commit_all([chunk.request.sequence for chunk in batch.chunks])
 
     def append(self, request: Request, token: int) -> None:
         """A token was sampled for a running request."""
         request.sequence.append(token)
         self.counters.output_tokens += 1
+
+    def append_all(self, requests: Seq[Request], tokens: Seq[int]) -> list[Request]:
+        """:meth:`append` for each; returns those that have all their tokens now."""
+        append_each([request.sequence for request in requests], tokens)
+        self.counters.output_tokens += len(requests)
+        return [request for request in requests if request.sequence.size - request.prompt_tokens >= request.max_tokens]
 
     def finish(self, request: Request) -> None:
         """A request has ended, or is not wanted any more: its blocks go back at once."""

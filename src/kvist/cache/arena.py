@@ -91,7 +91,8 @@ class Arena:
             top = self._free_count[group]
         ids = self._free[group][top - count : top][::-1].copy()
         self._free_count[group] = top - count
-        self.refs[group][ids] = 1
+        # Of single blocks, most of those that answers take, the general way costs several times as much.
+        self.refs[group][ids if count != 1 else int(ids[0])] = 1
         return ids
 
     def share(self, group: int, ids: Ids) -> None:
@@ -126,11 +127,22 @@ class Arena:
 
         A fork may refer to blocks that its twin has given the tree, whether or not it uses their node.
         """
+        if ids.size == 1:
+            self._forget_one(group, int(ids[0]))
+            return
         self.kept[group][ids] = False
         held = self.refs[group][ids]
         idle = ids[held == 0] if held.any() else ids
         self._cached_count[group] -= idle.size
         self._give(group, idle)
+
+    def _forget_one(self, group: int, block: int) -> None:
+        self.kept[group][block] = False
+        if not self.refs[group][block]:
+            top = self._free_count[group]
+            self._cached_count[group] -= 1
+            self._free[group][top] = block
+            self._free_count[group] = top + 1
 
     def _give(self, group: int, ids: Ids) -> None:
         top = self._free_count[group]

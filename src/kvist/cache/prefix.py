@@ -73,7 +73,15 @@ class Match:
 
 
 class PrefixTree:
-    """Finds, stores and reclaims prefixes. Every block in it is marked as kept in the arena."""
+    """Finds, stores and reclaims prefixes. Every block in it is marked as kept in the arena.
+
+    Attributes:
+        checkpoints: states kept at the ends of runs.
+        clock: ascends whenever a sequence lets go of a run.
+        tiers: where blocks go that it loses, if anywhere.
+        tokens: tokens that it has.
+        stored: tokens that it was given so far, whether or not it has them still.
+    """
 
     def __init__(self, groups: Sequence[Group], arena: Arena, order: Order = LRU) -> None:
         self._groups = groups
@@ -94,6 +102,7 @@ class PrefixTree:
         self._queue = ReclaimQueue(order)
         self.tiers: TierStack | None = None
         self.tokens = 0
+        self.stored = 0
 
     # -- find -----------------------------------------------------------------------------------------------
 
@@ -236,7 +245,7 @@ class PrefixTree:
                 # A view would keep the whole prompt alive: not for the end of a long conversation.
                 child = self._new(node, run if 2 * run.size >= tokens.size else run.copy(), blocks, end)
                 self._keep(blocks)
-                self.tokens += end - start
+                self._count(end - start)
                 node.children[edge] = child
             else:
                 common = self._common(child, tokens, start, end)
@@ -257,7 +266,11 @@ class PrefixTree:
         node.tokens = np.concatenate((node.tokens, tokens[start:end]))
         node.end = end
         node.digests = None
-        self.tokens += end - start
+        self._count(end - start)
+
+    def _count(self, tokens: int) -> None:
+        self.tokens += tokens
+        self.stored += tokens
 
     def _keep(self, blocks: list[Ids]) -> None:
         for group, ids in enumerate(blocks):
@@ -346,7 +359,7 @@ class PrefixTree:
         since the next leaf was goes before it: whoever came by went on from a later one.
         """
         return (
-            self._reclaim_stale()
+            (bool(self._windowed) and self._reclaim_stale())
             or self._reclaim_leaf(wanted)
             or self._reclaim_idle_windows()
             or self.reclaim_checkpoint()
@@ -416,14 +429,15 @@ class PrefixTree:
         """Cut a node's run after ``keep`` tokens, and let the rest of its blocks and its checkpoint go."""
         if node.checkpoint is not None:
             self.checkpoints.forget(node.checkpoint)
-        for group, ids in enumerate(node.blocks):
-            tail = ids[keep // self._sizes[group] :]
-            self._arena.forget(group, tail if group not in self._windowed else tail[tail >= 0])
         surplus = node.tokens.size - keep
+        for group, ids in enumerate(node.blocks):
+            kept = keep // self._sizes[group]
+            tail = ids[kept:]
+            self._arena.forget(group, tail if group not in self._windowed else tail[tail >= 0])
+            node.blocks[group] = ids[:kept]
         self.tokens -= surplus
         if keep:
             node.tokens = node.tokens[:-surplus]
-            node.blocks = [ids[: keep // size] for ids, size in zip(node.blocks, self._sizes, strict=True)]
             if node.digests is not None:
                 del node.digests[keep // self._unit :]
             node.end -= surplus

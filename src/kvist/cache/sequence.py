@@ -63,12 +63,13 @@ class Sequence:
 
     def append(self, token: int) -> None:
         """One more token is known; its key and value are not stored yet."""
-        if self.size == self.tokens.size:
-            grown = np.empty(self.size + max(64, self.size // 4), np.int32)
-            grown[: self.size] = self.tokens
+        size = self.size
+        if size == self.tokens.size:
+            grown = np.empty(size + max(64, size // 4), np.int32)
+            grown[:size] = self.tokens
             self.tokens = grown
-        self.tokens[self.size] = token
-        self.size += 1
+        self.tokens[size] = token
+        self.size = size + 1
 
     def known(self) -> npt.NDArray[np.int32]:
         """Prompt and generated tokens."""
@@ -77,6 +78,17 @@ class Sequence:
     def blocks(self, group: int) -> int:
         """Blocks that it holds in a group."""
         return self.tables[group].size - self.given_back[group]
+
+
+def append_each(sequences: Seq[Sequence], tokens: Seq[int]) -> None:
+    """:meth:`Sequence.append` for each, at half the cost."""
+    for sequence, token in zip(sequences, tokens, strict=True):
+        size, known = sequence.size, sequence.tokens
+        if size < known.size:
+            known[size] = token
+            sequence.size = size + 1
+        else:
+            sequence.append(token)
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,8 +175,10 @@ class Replica:
         batch = scheduler.step()
         self.steps += 1
         prefills: list[Chunk] = []
-        decodes = decode_tokens = 0
-        for chunk in batch.chunks:
+        firsts: list[Request] = []
+        decodes = batch.decodes
+        decode_tokens = sum([chunk.start for chunk in batch.chunks[:decodes]]) + decodes
+        for chunk in batch.chunks[decodes:]:
             request = chunk.request
             if chunk.count == 1 and chunk.start >= request.prompt_tokens:
                 decodes += 1
@@ -184,6 +186,8 @@ class Replica:
             else:
                 prefills.append(chunk)
                 self._note_admission(request)
+                if chunk.samples and chunk.start + chunk.count == request.prompt_tokens:
+                    firsts.append(request)
         reached = self._reached(batch) if self._reaches else None
         time = self.clock.step(prefills, decodes, decode_tokens, reached)
         bound = self._bound(decodes, prefills, time.bound)
@@ -195,20 +199,14 @@ class Replica:
             bound = _TIERS if loading + writing > time.seconds else bound
         self.meter.add(self.now, bound, self._state())
         scheduler.commit(batch)
-        now, indices, append = self.now, self._index, scheduler.append
-        for chunk in batch.chunks:
-            if not chunk.samples:
-                continue
-            request = chunk.request
-            index = indices[request.id]
-            append(request, -1 - index)
-            generated = request.sequence.size - request.prompt_tokens
-            if generated == 1:
-                log.first[index] = now
-            if generated >= request.max_tokens:
-                log.last[index] = now
-                scheduler.finish(request)
-                del indices[request.id]
+        indices = self._index
+        sampled = [chunk.request for chunk in batch.chunks if chunk.samples]
+        for request in firsts:
+            log.first[indices[request.id]] = self.now
+        # Answers differ from each other, and from all prompts.
+        for request in scheduler.append_all(sampled, [-1 - indices[request.id] for request in sampled]):
+            log.last[indices.pop(request.id)] = self.now
+            scheduler.finish(request)
 
     def _note_admission(self, request: Request) -> None:
         index = self._index[request.id]
