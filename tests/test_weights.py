@@ -8,6 +8,7 @@ from gguf.quants import dequantize, quantize
 from test_model import COMMON, prompts_of, run_greedy, runner_of, worst_error
 
 from kvist.errors import BadFile, UnsupportedModel
+from kvist.model.network import Network, Norm
 from kvist.model.weights import Checkpoint
 from kvist.spec.model import ModelSpec
 
@@ -17,6 +18,8 @@ LAYER = {
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
+
+NETWORK = Network(vocab=4, hidden=2, blocks=(), norm=Norm(name="model.norm", eps=1e-5))
 
 
 def gguf_name(name: str) -> str:
@@ -105,4 +108,4 @@ def test_missing_and_foreign_tensors_of_a_gguf_are_named(tmp_path):
 def test_a_configuration_alone_has_no_weights(tmp_path):
     spec = ModelSpec(name="paper", source="config.json", layers=(), max_context=8, config={"model_type": "llama"})
     with pytest.raises(UnsupportedModel, match="holds no weights"):
-        Checkpoint(spec, torch.float32)
+        Checkpoint(spec, torch.float32, NETWORK)

@@ -33,7 +33,7 @@ from kvist.engine.runner import Runner
 from kvist.engine.sampler import Sampled, Sampler, SamplingParams
 from kvist.engine.tokenizer import Tokenizer
 from kvist.errors import EngineFailure, InputError, UnsupportedModel
-from kvist.model.decoder import check_network
+from kvist.model.families import network_of
 from kvist.model_files import locate
 from kvist.planning.capacity import DEFAULT_CHUNK, allocated_bytes
 from kvist.scheduler import Batch, Limits, Request, Scheduler
@@ -114,7 +114,7 @@ class Engine:
         if format is not None and not isinstance(format, CacheFormat):
             raise InputError(f"format: {format!r}; write kvist.CacheFormat(key=…, value=…)", key="format")
         spec = model if isinstance(model, ModelSpec) else ModelSpec.read(model)
-        check_network(spec)
+        network_of(spec)
         if dtype == "f16" and str(spec.config["model_type"]).startswith("gemma"):
             raise InputError("dtype: Gemma's activations overflow f16; choose bf16 or f32", key="dtype")
         if max_context is not None and not 1 <= max_context <= spec.max_context:
@@ -124,7 +124,7 @@ class Engine:
             )
         self.dtype = dtype or best_dtype()
         self.format = format or CacheFormat(key=self.dtype, value=self.dtype)
-        self.groups = groups_of(spec, self.format, block_tokens)
+        self.groups = groups_of(spec.computed_in(self.dtype), self.format, block_tokens)
         for group in self.groups:
             check_format(group)
         layout = ArenaLayout.of(self.groups, parse_size(memory, key="memory"))
@@ -165,8 +165,8 @@ class Engine:
     def cache_tokens(self) -> int:
         """Tokens of one group, the full one where there is one, that the arena would hold at its fullest."""
         layout = self.cache.layout
-        windows = [group.window is not None for group in self.groups]
-        index = windows.index(False) if False in windows else 0
+        full = [group.lifetime == "full" for group in self.groups]
+        index = full.index(True) if True in full else 0
         others = [group.peak_blocks(self.max_context, 1) for group in self.groups]
         others[index] = 0
         slabs = layout.num_slabs - layout.slabs_for(others)
@@ -291,6 +291,7 @@ class Engine:
                     generation.started = generation.started or now
             if not batch.chunks:
                 return batch
+            self.runner.copy(batch.copies)
             logits = self.runner.run(batch)
             sampling = [self._generations[chunk.request.id] for chunk in batch.chunks if chunk.samples]
             sampled = Sampler.sample(logits, [generation.sampler for generation in sampling])
@@ -305,7 +306,7 @@ class Engine:
                 raise
             return batch
         with self._lock:
-            self.scheduler.commit(batch)
+            self.runner.copy(self.scheduler.commit(batch))
             self._recent.append((time.perf_counter(), len(sampled)))
             for generation, token in zip(sampling, sampled, strict=True):
                 self._take(generation, token)
@@ -344,8 +345,7 @@ class Engine:
     def _account(self, request: Request) -> Account:
         sequence = request.sequence
         waste = sum(
-            ((sequence.blocks(index) + sequence.given_back[index]) * group.block_tokens - sequence.length)
-            * group.token_bytes
+            group.unfilled_bytes(sequence.blocks(index) + sequence.given_back[index], sequence.length)
             for index, group in enumerate(self.groups)
         )
         return Account(

@@ -14,15 +14,18 @@ from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.sequence import BlockCopy
 from kvist.errors import DoesNotFit
-from kvist.kernels.attention import AttentionPlan
-from kvist.kernels.cpu import PagedAttention, PagedPlan
+from kvist.kernels.attention import PagedMemory
+from kvist.kernels.cpu import PagedAttention
+from kvist.kernels.dense import Scores
 from kvist.kernels.sharing import sharing_order
 from kvist.kernels.spans import Span
 from kvist.model.decoder import Decoder, Step
+from kvist.model.mixers.places import Plan
 from kvist.model.weights import dtype_named
 from kvist.scheduler import Batch, Chunk
 from kvist.spec.model import ModelSpec
-from kvist.store.layouts import PagedKV, Scratch, check_format
+from kvist.store.layouts import Index, PagedKV, Scratch, check_format
+from kvist.store.states import StateSpan, StateStore
 from kvist.units import format_size
 
 _LARGE_PAGE = 2 * 2**20
@@ -57,11 +60,10 @@ class Runner:
             self.arena = _zeros(layout.total_bytes)
             self.decoder = Decoder(spec, groups, compute)
             scratch = Scratch()
-            self.stores = [PagedKV(self.arena, g, layout, number, scratch) for number, g in enumerate(groups)]
-            self.memories = [self._memory(store) for store in self.stores]
+            self.memories = [self._memory(group, number, scratch) for number, group in enumerate(groups)]
         self.arena_bytes = self.arena.numel()
-        # Windows have no shared runs; without a full group any order will do.
-        self.shared_group = next((n for n, group in enumerate(groups) if group.window is None), None)
+        # Windows have no shared runs, states no tokens; without a full group any order will do.
+        self.shared_group = next((n for n, group in enumerate(groups) if group.lifetime == "full"), None)
 
     def run(self, batch: Batch) -> Tensor:
         """Compute a batch and store its keys and values in the arena.
@@ -80,12 +82,21 @@ class Runner:
                 source, target = (self._offset(copy.group, block) for block in (copy.source, copy.target))
                 self.arena[target : target + size] = self.arena[source : source + size]
 
-    def _memory(self, store: PagedKV) -> PagedAttention | None:
-        """The group's memory as compiled kernels read it, where there are any and they can."""
+    def _memory(self, group: Group, number: int, scratch: Scratch) -> PagedMemory | PagedAttention | StateStore:
+        """The group's memory as its layers see it: compiled kernels' where there are any and they can."""
+        if group.lifetime == "state":
+            return StateStore(self.arena, group, self.layout, number)
         decoder = self.decoder
-        if decoder.kernels is None or not PagedAttention.suits(store, decoder.dtype, decoder.repeats):
-            return None
-        return PagedAttention(decoder.kernels, store, decoder.scores, decoder.repeats)
+        store = PagedKV(self.arena, group, self.layout, number, scratch)
+        nets = [net for layer in group.layers for net in decoder.network.blocks[layer].attention]
+        (scores,) = {Scores(scale=net.scale, softcap=net.softcap) for net in nets}
+        (repeats,) = {net.heads // net.kv_heads for net in nets}
+        kernels = decoder.kernels
+        if any(net.sinks for net in nets) or kernels is None:
+            return PagedMemory(store, scores, decoder.dtype)
+        if not PagedAttention.suits(store, decoder.dtype, repeats):
+            return PagedMemory(store, scores, decoder.dtype)
+        return PagedAttention(kernels, store, scores, repeats)
 
     def _offset(self, group: int, block: int) -> int:
         slab, place = divmod(block, self.layout.blocks_per_slab[group])
@@ -111,24 +122,20 @@ class Runner:
         return Step(
             tokens=torch.from_numpy(tokens.astype(np.int64)),
             positions=torch.from_numpy(positions),
-            attention=[
-                self._plan(
-                    number,
-                    [
-                        Span(table=sequence.tables[number], start=chunk.start, count=chunk.count)
-                        for sequence, chunk in zip(sequences, ordered, strict=True)
-                    ],
-                )
-                for number in range(len(self.stores))
+            plans=[
+                self._plan(memory, [sequence.tables[number] for sequence in sequences], ordered)
+                for number, memory in enumerate(self.memories)
             ],
             sampled=torch.from_numpy(sampled),
         )
 
-    def _plan(self, number: int, spans: Sequence[Span]) -> AttentionPlan | PagedPlan:
-        memory = self.memories[number]
-        if memory is not None:
-            return memory.plan(spans)
-        return AttentionPlan(self.stores[number], spans, self.decoder.scores, self.decoder.dtype)
+    def _plan(
+        self, memory: PagedMemory | PagedAttention | StateStore, tables: Sequence[Index], chunks: Sequence[Chunk]
+    ) -> Plan:
+        parts = list(zip(tables, chunks, strict=True))
+        if isinstance(memory, StateStore):
+            return memory.plan([StateSpan(table=t, start=chunk.start, count=chunk.count) for t, chunk in parts])
+        return memory.plan([Span(table=t, start=chunk.start, count=chunk.count) for t, chunk in parts])
 
 
 def _keep_pages() -> None:

@@ -103,19 +103,21 @@ class AttentionPlan:
             part = blocks[first : first + step]
             self.others.append(_Dense(self, part, min(len(part) * size, tokens - first * size), row, end))
 
-    def attend(self, slot: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend(self, slot: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Store a layer's new keys and values, then attend.
 
         Args:
             slot: the layer's place in the group.
             q: ``[tokens, repeats, kv_heads, dim]``, rotated.
             kv: ``[tokens, 2 x kv_heads, dim]``, rotated keys, then values.
+            sinks: float32 ``[repeats, kv_heads]``: a score a head that takes part in the softmax and has no value.
 
         Returns:
             ``[tokens, repeats x kv_heads x dim]``.
         """
         self.store.append(slot, kv, self.where)
         kv = self.store.rounded(kv)
+        kept = bool(self.others) or sinks is not None
         if len(self.first) == 1:
             out, lse = self.first[0].run(slot, q, kv)
         else:
@@ -125,20 +127,41 @@ class AttentionPlan:
                 part, part_lse = segment.run(slot, q, kv)
                 if isinstance(segment.rows, slice):
                     out[segment.rows] = part
-                    if self.others:
+                    if kept:
                         lse[segment.rows] = part_lse
                 else:
                     out.index_copy_(0, segment.rows, part)
-                    if self.others:
+                    if kept:
                         lse.index_copy_(0, segment.rows, part_lse)
         if self.others:
             q = q.contiguous()
             out = out.contiguous()
             for number, dense in enumerate(self.others):
                 part, part_lse = dense.run(slot, q)
-                final = number + 1 == len(self.others)
+                final = number + 1 == len(self.others) and sinks is None
                 merge(out[dense.rows], lse[dense.rows], part, part_lse, final=final)
+        if sinks is not None:
+            out = out * torch.sigmoid(lse - sinks).unsqueeze(-1).to(out.dtype)
         return out.reshape(self.tokens, -1)
+
+
+class PagedMemory:
+    """One group's memory as PyTorch's operators read it.
+
+    Args:
+        store: of the group.
+        scores: scale and cap.
+        dtype: of queries, keys and values.
+    """
+
+    def __init__(self, store: PagedKV, scores: Scores, dtype: torch.dtype) -> None:
+        self.store = store
+        self.scores = scores
+        self.dtype = dtype
+
+    def plan(self, spans: Sequence[Span]) -> AttentionPlan:
+        """Plan a step; its spans in the order of its rows."""
+        return AttentionPlan(self.store, spans, self.scores, self.dtype)
 
 
 class _Dense:

@@ -258,17 +258,19 @@ class PagedPlan:
             ).ravel(),
         )
 
-    def attend(self, slot: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend(self, slot: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Store a layer's new keys and values, then attend.
 
         Args:
             slot: the layer's place in the group.
             q: bf16 ``[tokens, repeats, kv_heads, dim]``, rotated, dense but for the stride of its tokens.
             kv: bf16 ``[tokens, 2 x kv_heads, dim]``, rotated keys, then values; likewise.
+            sinks: None; these kernels have none.
 
         Returns:
             ``[tokens, repeats x kv_heads x dim]``.
         """
+        assert sinks is None, "layers with sinks attend by PyTorch's operators"
         memory = self.memory
         out = torch.empty(len(q), q.shape[1] * q.shape[2] * q.shape[3], dtype=q.dtype)
         self.plan.attend(

@@ -5,7 +5,8 @@ them: its plain entry point would reorder them in every call, which costs as muc
 are computed. Weights that a file holds in 4 bits are then kept packed as well, for steps of few rows.
 """
 
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,15 @@ from torch import Tensor
 from kvist.kernels.cpu import kernels_of
 from kvist.kernels.matrix import Matrix, Result
 from kvist.model.packed import FEW_ROWS, Codes, FewRows, can_multiply
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": torch.relu,
+}
+"""By the names of configurations."""
 
 # oneDNN chooses the same layout for all row counts that were tried; any hint will do.
 _ROWS_HINT = 64
@@ -106,18 +116,20 @@ class Gated:
     Args:
         weight: the gate's rows, then as many of the other factor's: ``[2 x outputs, inputs]``.
         bias: likewise, or None.
-        activation: ``silu`` or ``gelu_pytorch_tanh``.
+        activation: its name in configurations.
         codes: the same weight as it is stored, or None.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: str, codes: Codes | None = None) -> None:
         self.width = weight.shape[0] // 2
-        self.gelu = activation == "gelu_pytorch_tanh"
-        self.matrix = _matrix(weight, bias, codes, "gelu" if self.gelu else "silu")
+        self.gelu = activation in ("gelu_pytorch_tanh", "gelu_new")
+        self.activation = ACTIVATIONS[activation]
+        fusable = self.gelu or activation == "silu"
+        self.matrix = _matrix(weight, bias, codes, "gelu" if self.gelu else "silu") if fusable else None
         if self.matrix is not None:
             return
         self.few_rows = None if codes is None or not can_multiply(codes) else FewRows(codes, bias)
-        self.fused = can_pack(weight.dtype)
+        self.fused = fusable and can_pack(weight.dtype)
         if self.fused:
             biases = (None, None) if bias is None else torch.split(bias, self.width)
             gate, up = torch.split(weight, self.width)
@@ -140,6 +152,4 @@ class Gated:
         return self._product(self.both(x))
 
     def _product(self, both: Tensor) -> Tensor:
-        gate = both[:, : self.width]
-        gate = F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)
-        return gate.mul_(both[:, self.width :])
+        return self.activation(both[:, : self.width]).mul_(both[:, self.width :])

@@ -1,4 +1,4 @@
-"""RMS norms, and the stream of residuals between them."""
+"""Norms, and the stream of residuals between them."""
 
 import torch
 from torch import Tensor
@@ -34,6 +34,28 @@ class RMSNorm:
         return out if self.doubled is not None else (out * self.multiplier).to(mirrored.dtype)
 
 
+class LayerNorm:
+    """``(x - mean) / sqrt(variance + eps) * multiplier + bias`` over the last dimension (arXiv:1607.06450).
+
+    Args:
+        multiplier: float32 ``[width]``.
+        bias: float32 ``[width]``.
+        eps: added to the variance.
+    """
+
+    def __init__(self, multiplier: Tensor, bias: Tensor, eps: float) -> None:
+        self.multiplier = multiplier
+        self.bias = bias
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Same shape and type as ``x``; computed in float32."""
+        return torch.layer_norm(x.float(), self.multiplier.shape, self.multiplier, self.bias, self.eps).to(x.dtype)
+
+
+AnyNorm = RMSNorm | LayerNorm
+
+
 class Residual:
     """The stream to which every half layer adds, kept beside its negative as the norms want it.
 
@@ -48,12 +70,16 @@ class Residual:
         self.negative = self.mirrored[:, width:]
         self.x.copy_(x)
 
-    def add(self, change: Tensor, after: RMSNorm | None) -> None:
+    def add(self, change: Tensor, after: AnyNorm | None) -> None:
         """Add ``[rows, width]``, which goes through ``after`` first where that is there."""
         self.x.add_(change if after is None else after(change))
 
-    def normed(self, norm: RMSNorm) -> Tensor:
-        """``norm`` of the stream."""
+    def normed(self, norm: AnyNorm | None) -> Tensor:
+        """``norm`` of the stream; without one the stream itself, not to be written to."""
+        if norm is None:
+            return self.x
+        if isinstance(norm, LayerNorm):
+            return norm(self.x)
         torch.neg(self.x, out=self.negative)
         return norm.of_mirrored(self.mirrored)
 
@@ -76,13 +102,24 @@ class FusedResidual:
         self.change: Tensor | None = None
         self.after: RMSNorm | None = None
 
-    def add(self, change: Tensor, after: RMSNorm | None) -> None:
+    def add(self, change: Tensor, after: AnyNorm | None) -> None:
         """Add ``[rows, width]``, which goes through ``after`` first where that is there."""
-        assert self.change is None, "a norm comes between two additions"
-        self.change, self.after = change, after
+        self._settle()
+        if isinstance(after, LayerNorm):
+            self.x.add_(after(change))
+        else:
+            self.change, self.after = change, after
 
-    def normed(self, norm: RMSNorm) -> Tensor:
-        """``norm`` of the stream."""
+    def _settle(self) -> None:
+        if self.change is not None:
+            self.x.add_(self.change if self.after is None else self.after(self.change))
+            self.change = self.after = None
+
+    def normed(self, norm: AnyNorm | None) -> Tensor:
+        """``norm`` of the stream; without one the stream itself, not to be written to."""
+        if not isinstance(norm, RMSNorm):
+            self._settle()
+            return self.x if norm is None else norm(self.x)
         after = None if self.after is None else self.after.multiplier
         out = self.kernels.add_norm(self.x, self.change, after, norm.multiplier, norm.eps)
         self.change = self.after = None

@@ -9,28 +9,47 @@ from torch import Tensor
 
 from kvist.errors import UnsupportedModel
 from kvist.kernels.cpu import Cpu
+from kvist.model.network import Rope
 from kvist.model.norms import RMSNorm
+from kvist.model.weights import Checkpoint
 
 
 class Rotary:
     """Angles of one base and scaling.
 
     Args:
-        dim: width of a head.
+        dim: leading elements of a head that are turned.
         theta: base of the frequencies.
         scaling: ``rope_scaling`` of the configuration, or None.
         factors: divisors of the frequencies, float32 ``[dim / 2]``, where a file stores them as a tensor.
+        width: of a head; ``dim`` where all of it is turned.
 
     Raises:
         UnsupportedModel: the scaling is of another kind; names it.
     """
 
     def __init__(
-        self, dim: int, theta: float, scaling: Mapping[str, Any] | None = None, factors: Tensor | None = None
+        self,
+        dim: int,
+        theta: float,
+        scaling: Mapping[str, Any] | None = None,
+        factors: Tensor | None = None,
+        *,
+        width: int | None = None,
     ) -> None:
         self.dim = dim
+        self.partial = width is not None and width != dim
         frequencies = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
         self.frequencies = _scaled(frequencies, scaling or {"rope_type": "default"}, factors)
+
+    @classmethod
+    def of(cls, rope: Rope, checkpoint: Checkpoint) -> "Rotary":
+        """The angles that a network describes; factors are read from its file."""
+        factors = None
+        if rope.scaling and rope.scaling.get("rope_type") == "frequency_factors":
+            factors = torch.empty(rope.dim // 2)
+            checkpoint.read(rope.scaling["tensor"], (rope.dim // 2,), factors)
+        return cls(rope.dim, rope.theta, rope.scaling, factors, width=rope.width)
 
     def tables(self, positions: Tensor, dtype: torch.dtype, kernels: Cpu | None) -> "Rotation | FusedRotation":
         """Make the factors of a step.
@@ -42,7 +61,7 @@ class Rotary:
         """
         angles = positions.float()[:, None] * self.frequencies
         cos, sin = angles.cos(), angles.sin()
-        if kernels is not None:
+        if kernels is not None and not self.partial:
             return FusedRotation(cos=cos, sin=sin, kernels=kernels)
         return Rotation(
             cos=torch.cat((cos, cos), dim=-1).to(dtype)[:, None],
@@ -62,8 +81,9 @@ class Rotation:
         """Norm each head, where there is a norm, and turn it: ``[tokens, heads, dim]``, in place."""
         if norm is not None:
             heads.copy_(norm(heads))
-        swapped = torch.roll(heads, self.half, -1)
-        heads.mul_(self.cos).addcmul_(swapped, self.sin)
+        turned = heads[..., : 2 * self.half]
+        swapped = torch.roll(turned, self.half, -1)
+        turned.mul_(self.cos).addcmul_(swapped, self.sin)
 
 
 class FusedRotation:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvist.errors import BadFile, InputError, UnsupportedModel
+from kvist.model.network import Network
 from kvist.model.packed import Codes
 from kvist.spec.gguf import GGUFTensor, read_gguf
 from kvist.spec.gguf.files import part_count
@@ -51,8 +52,11 @@ class Tensors(Protocol):
     def codes(self, name: str) -> Codes | None:
         """A matrix as its codes, where it is stored as such."""
 
+    def source(self, name: str) -> str:
+        """The name of the stored tensor of which this one is all or a part."""
+
     def names(self) -> Iterable[str]:
-        """All tensors of the decoder; other parts of a model, such as a vision tower, are left out."""
+        """All stored tensors of the decoder; other parts of a model, such as a vision tower, are left out."""
 
 
 class Checkpoint:
@@ -61,15 +65,15 @@ class Checkpoint:
     Args:
         spec: names the file or directory and, through its configuration, the family.
         dtype: of the tensors handed out.
+        network: whose tensors they are.
 
     Raises:
         UnsupportedModel: there are no weights, or they are stored in a type that is not read.
         BadFile: torn or of another kind.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, network: Network) -> None:
         self.dtype = dtype
-        gemma = str(spec.config["model_type"]).startswith("gemma")
         if spec.path is None:
             raise UnsupportedModel(
                 f"{spec.name}: {spec.source} describes the model but holds no weights; "
@@ -77,9 +81,9 @@ class Checkpoint:
             )
         self.tensors: Tensors
         if spec.path.is_dir():
-            self.tensors = SafetensorsTensors(spec.path)
-            # Gemma publishes its norms as offsets from one; GGUF files hold the multiplier itself.
-            self.norm_offset = 1.0 if gemma else 0.0
+            self.tensors = SafetensorsTensors(spec.path, network)
+            # GGUF files hold the multiplier itself.
+            self.norm_offset = network.norm_offset
         else:
             self.tensors = GGUFTensors(spec.path, spec.config)
             self.norm_offset = 0.0
@@ -132,9 +136,13 @@ class Checkpoint:
 
     def norm(self, name: str, width: int) -> Tensor:
         """Read the multiplier of a norm, float32 ``[width]``."""
-        multiplier = torch.empty(width)
-        self.read(name, (width,), multiplier)
-        return multiplier.add_(self.norm_offset)
+        return self.vector(name, width).add_(self.norm_offset)
+
+    def vector(self, name: str, *shape: int) -> Tensor:
+        """Read a small tensor in float32, whatever the compute type: a bias of a norm, decays of a state."""
+        read = torch.empty(shape)
+        self.read(name, shape, read)
+        return read
 
     def read(self, name: str, shape: Sequence[int], into: Tensor) -> None:
         """Read one tensor into ``into``.
@@ -152,7 +160,7 @@ class Checkpoint:
                 key=name,
             )
         self.tensors.read(name, into)
-        self.taken.add(name)
+        self.taken.add(self.tensors.source(name))
 
     def finish(self, ignored: Iterable[str] = ()) -> None:
         """Hold what was read against what is there.
@@ -160,7 +168,8 @@ class Checkpoint:
         Raises:
             UnsupportedModel: a tensor of the decoder was not used, so that the network would not be the published one.
         """
-        left = sorted(set(self.tensors.names()) - self.taken - set(ignored))
+        unused = {self.tensors.source(name) for name in ignored}
+        left = sorted(set(self.tensors.names()) - self.taken - unused)
         if left:
             raise UnsupportedModel(
                 f"{self.tensors.name}: tensor {left[0]!r} is not part of the network that the configuration describes"
@@ -172,7 +181,7 @@ class Checkpoint:
 class SafetensorsTensors:
     """A model directory: one file, or shards that an index names."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, network: Network) -> None:
         from safetensors import SafetensorError, safe_open
 
         from kvist.spec.safetensors import read_weights
@@ -182,11 +191,16 @@ class SafetensorsTensors:
             raise UnsupportedModel(f"{directory}: holds no .safetensors file")
         self.name = str(directory)
         self.headers = headers.tensors
-        embedding = next((name for name in self.headers if name.endswith("embed_tokens.weight")), None)
+        self.parts, self.ignored = network.parts, network.ignored
+        stored = network.parts(network.embedding).name
+        # The decoder's own prefix, such as ``model.``, and what the embedding is called below it.
+        last = ".".join(stored.rsplit(".", 2)[-2:])
+        self.root = stored.removesuffix(last)
+        embedding = next((name for name in self.headers if name == last or name.endswith(f".{last}")), None)
         if embedding is None:
-            raise BadFile(f"{directory}: no tensor is called embed_tokens.weight", key="embed_tokens.weight")
+            raise BadFile(f"{directory}: no tensor is called {last}", key=last)
         # A model with a vision tower keeps its decoder under a longer prefix.
-        self.prefix = embedding.removesuffix("embed_tokens.weight")
+        self.prefix = embedding.removesuffix(last)
         self.files: dict[str, Any] = {}
         for path in sorted(directory.glob("*.safetensors")):
             if path.name.startswith("consolidated"):
@@ -199,26 +213,39 @@ class SafetensorsTensors:
                 self.files.setdefault(stored, file)
 
     def stored(self, name: str) -> str:
-        """The name in the files: the decoder's prefix in place of ``model.``."""
-        if name.startswith("model."):
-            return self.prefix + name.removeprefix("model.")
-        whole = self.prefix == "model." or self.prefix.endswith(".model.")
-        return self.prefix.removesuffix("model.") + name if whole else name
+        """The name in the files: the decoder's prefix in place of its root, such as ``model.``."""
+        if self.root and name.startswith(self.root):
+            return self.prefix + name.removeprefix(self.root)
+        whole = self.prefix == self.root or self.prefix.endswith(f".{self.root}")
+        return self.prefix.removesuffix(self.root) + name if whole else name
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """See :class:`Tensors`."""
-        header = self.headers.get(self.stored(name))
-        return None if header is None else header.shape
+        part = self.parts(name)
+        header = self.headers.get(self.stored(part.name))
+        if header is None or part.take is None:
+            return None if header is None else header.shape
+        try:
+            return tuple(part.take(torch.empty(header.shape, device="meta")).shape)
+        except (RuntimeError, IndexError):
+            # Too small for the part: what is stored is what the message should show.
+            return header.shape
+
+    def source(self, name: str) -> str:
+        """See :class:`Tensors`."""
+        return self.stored(self.parts(name).name)
 
     def read(self, name: str, into: Tensor) -> None:
         """See :class:`Tensors`."""
-        stored = self.stored(name)
+        part = self.parts(name)
+        stored = self.stored(part.name)
         if self.headers[stored].dtype not in ("F32", "F16", "BF16", "F64"):
             raise UnsupportedModel(
                 f"{self.name}: tensor {name!r} is stored as {self.headers[stored].dtype}; F32, F16 and BF16 are read",
                 key=name,
             )
-        into.copy_(self.files[stored].get_tensor(stored))
+        whole = self.files[stored].get_tensor(stored)
+        into.copy_(whole if part.take is None else part.take(whole))
 
     def codes(self, name: str) -> Codes | None:
         """See :class:`Tensors`."""
@@ -227,11 +254,8 @@ class SafetensorsTensors:
     def names(self) -> Iterable[str]:
         """See :class:`Tensors`."""
         for stored in self.headers:
-            if stored.startswith(self.prefix):
-                name = "model." + stored.removeprefix(self.prefix)
-                # Buffers that old versions saved; they follow from the configuration.
-                if not name.endswith("rotary_emb.inv_freq"):
-                    yield name
+            if stored.startswith(self.prefix) and not stored.endswith(self.ignored):
+                yield stored
 
 
 _GGUF_TOP = {
@@ -300,14 +324,11 @@ class GGUFTensors:
 
     def names(self) -> Iterable[str]:
         """See :class:`Tensors`."""
-        top = {stored: name for name, stored in _GGUF_TOP.items()}
-        layer = {stored: name for name, stored in self.layer_names.items()}
-        for stored in self.entries:
-            match = re.fullmatch(r"blk\.([0-9]+)\.([a-z_]+)\.(weight|bias)", stored)
-            if match and match[2] in layer:
-                yield f"model.layers.{match[1]}.{layer[match[2]]}.{match[3]}"
-            else:
-                yield top.get(stored, stored)
+        return self.entries
+
+    def source(self, name: str) -> str:
+        """See :class:`Tensors`."""
+        return self.stored(name)
 
     def read(self, name: str, into: Tensor) -> None:
         """See :class:`Tensors`."""

@@ -2,14 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvist.errors import InputError
 from kvist.spec.formats import CacheFormat, require_format
-from kvist.spec.layers import Cross, Layer, Parallel, Shared
+from kvist.spec.layers import Cross, Layer, Parallel, Shared, State
 from kvist.spec.rates import Rate, total
 from kvist.units import require_tokens
 
@@ -108,6 +108,10 @@ class ModelSpec:
         used = CacheFormat() if fmt is None else require_format(fmt)
         return sum(count * layer.state_bytes(used) for layer, count in self._counted.items())
 
+    def computed_in(self, codec: str) -> "ModelSpec":
+        """The same model as an engine runs it in this type: convolutions keep their inputs as they are computed."""
+        return replace(self, layers=tuple(_with_conv(layer, codec) for layer in self.layers))
+
     def draft_append_bytes_per_token(self, fmt: CacheFormat) -> Rate:
         """Bytes that one more token adds in the draft layers, which no other number counts."""
         require_format(fmt)
@@ -174,3 +178,13 @@ def _leaves(layer: Layer, kind: type[_Kind]) -> Iterator[_Kind]:
     elif isinstance(layer, Parallel):
         for part in layer.parts:
             yield from _leaves(part, kind)
+
+
+def _with_conv(layer: Layer, codec: str) -> Layer:
+    match layer:
+        case State():
+            return replace(layer, conv_codec=codec)
+        case Parallel(parts=parts):
+            return replace(layer, parts=tuple(_with_conv(part, codec) for part in parts))
+        case _:
+            return layer

@@ -207,6 +207,8 @@ def check_format(group: Group) -> None:
     Raises:
         InputError: names the codec and those that are stored.
     """
+    if group.lifetime == "state":
+        return
     for side in ("key", "value"):
         codec = getattr(group.format, side)
         if codec not in CODEC_DTYPES:

@@ -1,0 +1,57 @@
+"""From a configuration to a network: one function a family, most of them a line of data."""
+
+from collections.abc import Callable, Mapping
+
+from kvist.errors import UnsupportedModel
+from kvist.model.families import dense
+from kvist.model.families.keys import Keys
+from kvist.model.network import Network
+from kvist.spec.layers import Attention, Indexer, Layer
+from kvist.spec.model import ModelSpec
+
+FAMILIES: Mapping[str, Callable[[Keys], Network]] = {**dense.FAMILIES}
+
+
+def network_of(spec: ModelSpec) -> Network:
+    """Describe the network of a model.
+
+    Raises:
+        UnsupportedModel: a family, a kind of layer or a mechanism is not computed, or a key is missing that the
+            network is built from; names it.
+    """
+    family = spec.config.get("model_type")
+    read = FAMILIES.get(family) if isinstance(family, str) else None
+    if read is None:
+        raise UnsupportedModel(
+            f"model_type: {family!r} is not computed; supported are {', '.join(FAMILIES)}", key="model_type"
+        )
+    for layer in spec.layers:
+        said = _not_computed(layer)
+        if said:
+            raise _refusal(spec, said)
+    keys = Keys(spec)
+    keys.refuse("quantization_config", None, "packed weights are read from GGUF files only")
+    network = read(keys)
+    for block, layer in zip(network.blocks, spec.layers, strict=False):
+        if block.stores != {type(piece) for piece in layer.stored}:
+            raise _refusal(spec, f"layers of kind {layer.kind}")
+    if len(network.blocks) != len(spec.layers):
+        raise _refusal(spec, f"{len(spec.layers)} layers that store something, of {len(network.blocks)}")
+    return network
+
+
+def _refusal(spec: ModelSpec, said: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"layers: {spec.name} has {said}, which is not computed; `kvist plan` counts this kind too", key="layers"
+    )
+
+
+def _not_computed(layer: Layer) -> str | None:
+    """What a family's function does not look at: it knows its own mechanism, and not all that a layer may keep."""
+    match layer:
+        case Attention(chunk=int()):
+            return "attention in chunks"
+        case Attention(indexer=Indexer()):
+            return "attention with an indexer"
+        case _:
+            return None

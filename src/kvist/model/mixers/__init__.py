@@ -1,0 +1,28 @@
+"""What mixes tokens: one class a mechanism, each built from its description in :mod:`kvist.model.network`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from kvist.model.mixers.attention import AttentionMixer
+from kvist.model.mixers.places import Pass, Places
+from kvist.model.network import SelfAttention
+from kvist.model.weights import Checkpoint
+
+__all__ = ["Mixer", "Pass", "Places", "mixer_of"]
+
+
+class Mixer(Protocol):
+    """Mixes the tokens of a step, and stores what the layer remembers of them."""
+
+    def __call__(self, x: Tensor, step: Pass, rows: Tensor | None) -> Tensor:
+        """``[tokens, hidden]`` to the same shape, or to ``[rows, hidden]`` where only those are wanted."""
+
+
+_MIXERS: Mapping[type, Callable[[Checkpoint, Any, Places], Mixer]] = {SelfAttention: AttentionMixer}
+
+
+def mixer_of(checkpoint: Checkpoint, net: Any, places: Places) -> Mixer:
+    """Build the mixer that ``net`` describes."""
+    return _MIXERS[type(net)](checkpoint, net, places)

@@ -1,0 +1,62 @@
+"""What a mixer is given: where its layer's memory is, and what a pass through the network has for it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvist.cache.groups import Group
+from kvist.kernels.attention import AttentionPlan
+from kvist.kernels.cpu import PagedPlan
+from kvist.model.rotary import FusedRotation, Rotation
+from kvist.spec.layers import Layer
+from kvist.store.states import StatePlan
+
+Plan = AttentionPlan | PagedPlan | StatePlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where the pieces that one layer stores are: each is a group's number, and the layer's slot in the group."""
+
+    pieces: tuple[tuple[Layer, int, int], ...]
+
+    @classmethod
+    def by_layer(cls, groups: Sequence[Group], layers: int) -> "list[Places]":
+        """The places of every layer of a model."""
+        found: list[list[tuple[Layer, int, int]]] = [[] for _ in range(layers)]
+        for number, group in enumerate(groups):
+            for slot, layer in enumerate(group.layers):
+                found[layer].append((group.layer, number, slot))
+        return [cls(pieces=tuple(pieces)) for pieces in found]
+
+    def of(self, kind: type[Layer]) -> tuple[int, int]:
+        """Group and slot of the piece of this kind."""
+        return next((number, slot) for layer, number, slot in self.pieces if isinstance(layer, kind))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """What one pass through the network has for its mixers.
+
+    Attributes:
+        positions: int64 ``[tokens]``.
+        rotations: of the network's rotary positions, in their order.
+        plans: of every group.
+    """
+
+    positions: Tensor
+    rotations: Sequence[Rotation | FusedRotation]
+    plans: Sequence[Plan]
+
+    def attention(self, group: int) -> AttentionPlan | PagedPlan:
+        """The plan of a group whose layers attend."""
+        plan = self.plans[group]
+        assert isinstance(plan, AttentionPlan | PagedPlan)
+        return plan
+
+    def states(self, group: int) -> StatePlan:
+        """The plan of a group of states."""
+        plan = self.plans[group]
+        assert isinstance(plan, StatePlan)
+        return plan
