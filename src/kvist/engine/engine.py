@@ -134,7 +134,9 @@ class Engine:
         # All that can be refused has been: only now is anything fetched or loaded.
         self.spec = spec = with_weights(spec)
         self.tokenizer = Tokenizer.read(spec)
-        self.runner = Runner(spec, self.groups, layout, dtype=self.dtype)
+        # Some rotary positions depend on the longest sequence.
+        limited = replace(spec, max_context=limits.max_context)
+        self.runner = Runner(limited, self.groups, layout, dtype=self.dtype)
         self.cache = CacheManager(self.groups, layout, prefix_cache=prefix_cache and reuse)
         self.scheduler = Scheduler(manager=self.cache, limits=limits)
         if self.runner.arena_bytes != layout.total_bytes:

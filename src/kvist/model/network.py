@@ -39,12 +39,16 @@ class Rope:
         width: of a head.
         theta: base of the frequencies.
         scaling: ``rope_scaling`` of the configuration, or None.
+        trained: ``max_position_embeddings`` of the configuration.
+        longest: tokens of the longest sequence that will be computed.
     """
 
     dim: int
     width: int
     theta: float
     scaling: Mapping[str, Any] | None = None
+    trained: int | None = None
+    longest: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,11 @@ class Rotary:
         scaling: ``rope_scaling`` of the configuration, or None.
         factors: divisors of the frequencies, float32 ``[dim / 2]``, where a file stores them as a tensor.
         width: of a head; ``dim`` where all of it is turned.
+        trained: ``max_position_embeddings`` of the configuration.
+        longest: tokens of the longest sequence that will be computed.
 
     Raises:
-        UnsupportedModel: the scaling is of another kind; names it.
+        UnsupportedModel: the scaling is of another kind, or lacks what it is computed from; names it.
     """
 
     def __init__(
@@ -36,11 +38,17 @@ class Rotary:
         factors: Tensor | None = None,
         *,
         width: int | None = None,
+        trained: int | None = None,
+        longest: int | None = None,
     ) -> None:
         self.dim = dim
         self.partial = width is not None and width != dim
-        frequencies = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
-        self.frequencies = _scaled(frequencies, scaling or {"rope_type": "default"}, factors)
+        wavelengths = theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+        scaling = scaling or {"rope_type": "default"}
+        if scaling.get("rope_type") == "longrope":
+            self.frequencies, self.length = _longrope(wavelengths, scaling, trained=trained, longest=longest)
+        else:
+            self.frequencies, self.length = _scaled(1.0 / wavelengths, scaling, factors), 1.0
 
     @classmethod
     def of(cls, rope: Rope, checkpoint: Checkpoint) -> "Rotary":
@@ -49,7 +57,9 @@ class Rotary:
         if rope.scaling and rope.scaling.get("rope_type") == "frequency_factors":
             factors = torch.empty(rope.dim // 2)
             checkpoint.read(rope.scaling["tensor"], (rope.dim // 2,), factors)
-        return cls(rope.dim, rope.theta, rope.scaling, factors, width=rope.width)
+        return cls(
+            rope.dim, rope.theta, rope.scaling, factors, width=rope.width, trained=rope.trained, longest=rope.longest
+        )
 
     def tables(self, positions: Tensor, dtype: torch.dtype, kernels: Cpu | None) -> "Rotation | FusedRotation":
         """Make the factors of a step.
@@ -61,6 +71,8 @@ class Rotary:
         """
         angles = positions.float()[:, None] * self.frequencies
         cos, sin = angles.cos(), angles.sin()
+        if self.length != 1.0:
+            cos, sin = cos * self.length, sin * self.length
         if kernels is not None and not self.partial:
             return FusedRotation(cos=cos, sin=sin, kernels=kernels)
         return Rotation(
@@ -112,7 +124,7 @@ def _scaled(frequencies: Tensor, scaling: Mapping[str, Any], factors: Tensor | N
         case "llama3":
             return _llama3(frequencies, scaling)
     raise UnsupportedModel(
-        f"rope_scaling: {kind!r} is not computed; supported are none, linear, llama3 and a tensor of factors",
+        f"rope_scaling: {kind!r} is not computed; supported are none, linear, llama3, longrope and a tensor of factors",
         key="rope_scaling",
     )
 
@@ -129,3 +141,36 @@ def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     slowed = torch.where(wavelengths > original / low, frequencies / factor, frequencies)
     between = (wavelengths >= original / high) & (wavelengths <= original / low)
     return torch.where(between, blended, slowed)
+
+
+def _longrope(
+    wavelengths: Tensor, scaling: Mapping[str, Any], *, trained: int | None, longest: int | None
+) -> tuple[Tensor, float]:
+    """Phi-3's long contexts (arXiv:2402.13753): a divisor a frequency, and a factor of turned vectors' lengths.
+
+    There are two sets of divisors, for sequences within the context that the model was first trained on and for longer
+    ones. transformers takes the set by each sequence's length, and computes a sequence anew that outgrows the first;
+    keys that are kept, and shared, have been turned by one set. So the longest sequence decides, as in vLLM and
+    llama.cpp: with a shorter limit the model computes as transformers does for short sequences.
+
+    Raises:
+        UnsupportedModel: a key is missing, or there are not as many divisors as frequencies.
+    """
+    original = scaling.get("original_max_position_embeddings")
+    if original is None or original <= 1 or trained is None or longest is None:
+        raise UnsupportedModel(
+            f"rope_scaling: longrope needs original_max_position_embeddings above 1, not {original}; add it",
+            key="rope_scaling",
+        )
+    kind = "long_factor" if longest > original else "short_factor"
+    divisors = torch.tensor(scaling.get(kind) or [])
+    if divisors.shape != wavelengths.shape:
+        raise UnsupportedModel(
+            f"rope_scaling.{kind}: {len(divisors)} divisors for {len(wavelengths)} frequencies; give one for each",
+            key=f"rope_scaling.{kind}",
+        )
+    factor = scaling.get("factor") or trained / original
+    length = scaling.get("attention_factor")
+    if length is None:
+        length = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return 1.0 / (divisors * wavelengths), float(length)

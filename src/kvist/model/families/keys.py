@@ -6,6 +6,7 @@ from typing import Any
 from kvist.errors import UnsupportedModel
 from kvist.model.linear import ACTIVATIONS
 from kvist.model.network import Rope
+from kvist.spec.config_keys import ConfigKeys
 from kvist.spec.model import ModelSpec
 
 
@@ -16,9 +17,34 @@ class Keys:
         spec: whose ``config`` is read; every default that its reader knows is in it.
     """
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, config: Mapping[str, Any] | None = None) -> None:
         self.spec = spec
-        self.config: Mapping[str, Any] = spec.config
+        self.config: Mapping[str, Any] = spec.config if config is None else config
+
+    def completed(self, defaults: Mapping[str, Any]) -> "Keys":
+        """The same configuration with what its family's class fills in, and one name for each rotary key.
+
+        Args:
+            defaults: taken for keys that are left out; a null that is printed stays.
+
+        Raises:
+            BadFile: a rotary key cannot be.
+        """
+        filled: dict[str, Any] = {"rope_theta": 10000.0, "tie_word_embeddings": False, **defaults}
+        keys = ConfigKeys(self.config, name=self.spec.name)
+        keys.flatten_rope(
+            theta=filled["rope_theta"], local_theta=filled.get("rope_local_base_freq"), source="default of its class"
+        )
+        config = {**filled, **keys.config}
+        rotary = config.get("rope_parameters") or {}
+        rotary = rotary.get("full_attention", rotary)
+        if config.get("partial_rotary_factor") is None:
+            config["partial_rotary_factor"] = rotary.get("partial_rotary_factor")
+        original = config.get("original_max_position_embeddings")
+        if config["rope_scaling"] is not None and original is not None:
+            # Beside the scaling in files of Phi-3, where it counts above what stands inside.
+            config["rope_scaling"] = {**config["rope_scaling"], "original_max_position_embeddings": original}
+        return Keys(self.spec, config)
 
     def need(self, key: str) -> Any:
         """A key without which there is no network.
@@ -61,10 +87,12 @@ class Keys:
 
     def rope(self, width: int, *, theta: float | None = None, scaled: bool = True) -> Rope:
         """The rotary positions of heads of ``width``, of which ``partial_rotary_factor`` is turned."""
-        dim = int(width * self.get("partial_rotary_factor", 1))
+        scaling = self.config.get("rope_scaling") if scaled else None
         return Rope(
-            dim=dim,
+            dim=int(width * self.get("partial_rotary_factor", 1)),
             width=width,
             theta=self.need("rope_theta") if theta is None else theta,
-            scaling=self.config.get("rope_scaling") if scaled else None,
+            scaling=scaling,
+            trained=self.get("max_position_embeddings"),
+            longest=self.spec.max_context,
         )
