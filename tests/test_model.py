@@ -236,10 +236,10 @@ def test_a_scaling_that_is_not_computed_is_named(llama, tmp_path):
     import json
 
     config = json.loads((llama / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     resaved(llama, tmp_path, lambda tensors: None)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModel, match="yarn"):
+    with pytest.raises(UnsupportedModel, match="dynamic"):
         runner_of(tmp_path)
 
 

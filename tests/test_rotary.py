@@ -61,3 +61,23 @@ def test_a_longrope_that_says_too_little_is_refused(change: dict[str, Any], says
     scaling = LONGROPE | {"original_max_position_embeddings": 64} | change
     with pytest.raises(UnsupportedModel, match=says):
         Rotary(72, 10000.0, scaling, trained=64, longest=64)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"factor": 40, "original_max_position_embeddings": 4096, "mscale": 0.7, "mscale_all_dim": 1.0},
+        {"factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "truncate": False},
+        {"factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.25, "beta_slow": 2},
+    ],
+)
+def test_yarn_is_that_of_transformers(scaling: dict[str, Any]) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {"rope_type": "yarn", "rope_theta": 10000.0, **scaling}
+    config = LlamaConfig(head_dim=64, hidden_size=128, num_attention_heads=2, rope_parameters=dict(scaling))
+    expected, length = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    rotary = Rotary(64, 10000.0, scaling, trained=2048)
+    assert torch.allclose(rotary.frequencies, expected, rtol=1e-6)
+    assert rotary.length == pytest.approx(length)

@@ -45,8 +45,11 @@ class Rotary:
         self.partial = width is not None and width != dim
         wavelengths = theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
         scaling = scaling or {"rope_type": "default"}
-        if scaling.get("rope_type") == "longrope":
+        kind = scaling.get("rope_type", scaling.get("type"))
+        if kind == "longrope":
             self.frequencies, self.length = _longrope(wavelengths, scaling, trained=trained, longest=longest)
+        elif kind == "yarn":
+            self.frequencies, self.length = _yarn(wavelengths, scaling, theta=theta, trained=trained)
         else:
             self.frequencies, self.length = _scaled(1.0 / wavelengths, scaling, factors), 1.0
 
@@ -124,7 +127,8 @@ def _scaled(frequencies: Tensor, scaling: Mapping[str, Any], factors: Tensor | N
         case "llama3":
             return _llama3(frequencies, scaling)
     raise UnsupportedModel(
-        f"rope_scaling: {kind!r} is not computed; supported are none, linear, llama3, longrope and a tensor of factors",
+        f"rope_scaling: {kind!r} is not computed; supported are none, linear, llama3, longrope, "
+        f"yarn and a tensor of factors",
         key="rope_scaling",
     )
 
@@ -174,3 +178,47 @@ def _longrope(
     if length is None:
         length = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return 1.0 / (divisors * wavelengths), float(length)
+
+
+def yarn_length(factor: float, share: float = 1.0) -> float:
+    """How much longer YaRN makes turned vectors whose context grew by ``factor`` (arXiv:2309.00071, equation 22)."""
+    return 1.0 if factor <= 1 else 0.1 * share * math.log(factor) + 1.0
+
+
+def _yarn(
+    wavelengths: Tensor, scaling: Mapping[str, Any], *, theta: float, trained: int | None
+) -> tuple[Tensor, float]:
+    """YaRN (arXiv:2309.00071, section 3.2): slow long wavelengths down, keep short ones, a ramp between.
+
+    The ramp lies over the indices of the frequencies, between those that turn ``beta_fast`` and ``beta_slow`` times
+    within the original context; it ends at whole indices unless ``truncate`` is false (gpt-oss). Turned vectors become
+    longer by ``attention_factor``, or by what the factor gives; DeepSeek divides that by its ``mscale_all_dim``, which
+    scales the whole score instead.
+
+    Raises:
+        UnsupportedModel: neither a factor nor the original context is there.
+    """
+    original, factor = scaling.get("original_max_position_embeddings") or trained, scaling.get("factor")
+    if original is None or (factor is None and trained is None):
+        raise UnsupportedModel(
+            "rope_scaling: yarn needs factor and original_max_position_embeddings; add them", key="rope_scaling"
+        )
+    factor = float(factor if factor is not None else (trained or 0) / original)
+    dim = 2 * len(wavelengths)
+
+    def index(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = index(scaling.get("beta_fast") or 32), index(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2) - low) / (high - low if high != low else 0.001)
+    slowed = ramp.clamp(0, 1)
+    share, divisor = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    length = scaling.get("attention_factor")
+    if length is None and share and divisor:
+        length = yarn_length(factor, share) / yarn_length(factor, divisor)
+    elif length is None:
+        length = yarn_length(factor)
+    return slowed / (factor * wavelengths) + (1 - slowed) / wavelengths, float(length)
