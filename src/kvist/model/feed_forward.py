@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from kvist.model.experts import Experts, Mixture
 from kvist.model.linear import ACTIVATIONS, Gated, Linear
 from kvist.model.network import Mlp
 from kvist.model.weights import Checkpoint
@@ -68,7 +69,11 @@ def _mlp(checkpoint: Checkpoint, net: Mlp) -> FeedForward:
     return PlainMlp(checkpoint, net) if net.gate is None else GatedMlp(checkpoint, net)
 
 
-_KINDS: Mapping[type, Callable[[Checkpoint, Any], FeedForward]] = {Mlp: _mlp}
+def _experts(checkpoint: Checkpoint, net: Experts) -> FeedForward:
+    return Mixture(checkpoint, net, None if net.shared is None else _mlp(checkpoint, net.shared))
+
+
+_KINDS: Mapping[type, Callable[[Checkpoint, Any], FeedForward]] = {Mlp: _mlp, Experts: _experts}
 
 
 def feed_forward_of(checkpoint: Checkpoint, net: Any) -> FeedForward:

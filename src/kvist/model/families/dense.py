@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+from kvist.model.experts import Experts
 from kvist.model.families.keys import Keys
 from kvist.model.network import Block, Mlp, Network, Norm, Part, SelfAttention, whole
 
@@ -31,6 +32,7 @@ class Dense:
         mlp: names of the gate's product, None where there is no gate, and of those up and down.
         fused: queries, keys and values are stored as one matrix, and so are gate and other factor.
         local_rope: layers with a window have the base ``rope_local_base_freq``, and no scaling.
+        experts: the experts of a layer in place of its product, or None where it has the product.
         gemma: norms are stored as offsets from one, embeddings are scaled, ``query_pre_attn_scalar`` scales scores.
     """
 
@@ -46,6 +48,7 @@ class Dense:
     fused: bool = False
     local_rope: bool = False
     gemma: bool = False
+    experts: Callable[[Keys, int], Experts | None] = lambda keys, index: None
 
 
 _SANDWICH = (
@@ -92,7 +95,8 @@ def read_dense(family: Dense, keys: Keys) -> Network:
                 head_norm=family.head_norm,
                 eps=eps,
             ),
-            mlp=Mlp(
+            mlp=family.experts(keys, index)
+            or Mlp(
                 prefix=f"{prefix}.mlp",
                 hidden=hidden,
                 inner=inner,

@@ -1,0 +1,161 @@
+"""Mixtures of experts: each token goes through a few of many products (arXiv:1701.06538), and through shared ones."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvist.model.linear import Gated, Linear
+from kvist.model.network import Mlp
+from kvist.model.routing import Router, Routing
+from kvist.model.weights import Checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clamp:
+    """gpt-oss's product of a gate and another factor: ``(up + 1) * gate * sigmoid(alpha * gate)``, both clamped.
+
+    Attributes:
+        alpha: factor in the sigmoid.
+        limit: most that the gate may be, and that the other factor may be in size.
+    """
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """``count`` gated products, of which :class:`Routing` chooses some for each token, and one that all go through.
+
+    Attributes:
+        prefix: of the experts' tensors, which are called ``prefix.3.gate_proj.weight``.
+        hidden: width of the stream.
+        inner: width between an expert's products.
+        count: of experts.
+        routing: how they are chosen.
+        activation: its name in :mod:`kvist.model.linear`.
+        gate: name of the gate's product; likewise ``up`` and ``down``.
+        bias: whether the products have one.
+        clamp: in place of the activation.
+        shared: the product that all tokens go through, or None.
+        shared_gate: name of a vector ``[1, hidden]``: the sigmoid of its product with a token multiplies what that
+            token gets from the shared product.
+    """
+
+    prefix: str
+    hidden: int
+    inner: int
+    count: int
+    routing: Routing
+    activation: str = "silu"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    bias: bool = False
+    clamp: Clamp | None = None
+    shared: Mlp | None = None
+    shared_gate: str | None = None
+
+
+class _Product(Protocol):
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class Mixture:
+    """The experts of one layer.
+
+    Rows are sorted by expert, so that each weight is read once a step, and only those that a row goes through.
+
+    Args:
+        checkpoint: to read from.
+        net: what is computed.
+        shared: built from ``net.shared``.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, net: Experts, shared: Callable[[Tensor], Tensor] | None) -> None:
+        self.router = Router(checkpoint, net.routing, net.hidden, net.count)
+        self.on_input = net.routing.on_input
+        self.chosen = net.routing.chosen
+        self.experts = [_expert(checkpoint, net, f"{net.prefix}.{index}") for index in range(net.count)]
+        self.shared = shared
+        self.shared_gate: Tensor | None = None
+        if net.shared_gate is not None:
+            self.shared_gate = checkpoint.tensor(net.shared_gate, (1, net.hidden))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[tokens, hidden]`` to the same shape."""
+        chosen, weights = self.router(x)
+        weights = weights.to(x.dtype)
+        out = self._one(x, chosen, weights) if len(x) == 1 else self._many(x, chosen, weights)
+        if self.shared is not None:
+            all_get = self.shared(x)
+            if self.shared_gate is not None:
+                all_get = all_get * torch.sigmoid(F.linear(x, self.shared_gate))
+            out = out + all_get
+        return out
+
+    def _one(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        experts = self.experts
+        parts = torch.split(weights.t() * x, 1) if self.on_input else [x] * self.chosen
+        found = [experts[index](part) for index, part in zip(chosen[0].tolist(), parts, strict=True)]
+        every = torch.cat(found)
+        return torch.sum(every, 0, keepdim=True) if self.on_input else torch.mm(weights, every)
+
+    def _many(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        tokens = len(x)
+        ordered, order = chosen.flatten().sort(stable=True)
+        rows = order if self.chosen == 1 else order // self.chosen
+        counts = torch.bincount(ordered)
+        used = counts.nonzero()[:, 0]
+        sizes = counts[used].tolist()
+        every = x.new_empty(tokens * self.chosen, x.shape[1])
+        factors = weights.view(-1, 1)
+        for index, places, own in zip(used.tolist(), torch.split(order, sizes), torch.split(rows, sizes), strict=True):
+            part = x.index_select(0, own)
+            if self.on_input:
+                part = part * factors.index_select(0, places)
+            every.index_copy_(0, places, self.experts[index](part))
+        if self.chosen == 1:
+            return every if self.on_input else every.mul_(factors)
+        grouped = every.view(tokens, self.chosen, x.shape[1])
+        return grouped.sum(1) if self.on_input else torch.bmm(weights[:, None], grouped)[:, 0]
+
+
+class _Expert:
+    def __init__(self, first: _Product, down: Linear) -> None:
+        self.first = first
+        self.down = down
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.first(x))
+
+
+class _Clamped:
+    def __init__(self, both: Linear, clamp: Clamp) -> None:
+        self.both = both
+        self.clamp = clamp
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, dim=-1)
+        gate = gate.clamp(max=self.clamp.limit)
+        up = up.clamp(min=-self.clamp.limit, max=self.clamp.limit)
+        return up.add_(1).mul_(gate * torch.sigmoid(gate * self.clamp.alpha))
+
+
+def _expert(checkpoint: Checkpoint, net: Experts, prefix: str) -> _Expert:
+    names = [f"{prefix}.{part}" for part in (net.gate, net.up)]
+    weights = [f"{name}.weight" for name in names]
+    both = checkpoint.rows(weights, [(net.inner, net.hidden)] * 2)
+    bias = checkpoint.rows([f"{name}.bias" for name in names], [(net.inner,)] * 2) if net.bias else None
+    name = f"{prefix}.{net.down}"
+    down = Linear(
+        checkpoint.tensor(f"{name}.weight", (net.hidden, net.inner)),
+        checkpoint.tensor(f"{name}.bias", (net.hidden,)) if net.bias else None,
+    )
+    if net.clamp is not None:
+        return _Expert(_Clamped(Linear(both, bias), net.clamp), down)
+    return _Expert(Gated(both, bias, net.activation), down)

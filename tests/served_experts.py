@@ -1,0 +1,22 @@
+"""Families with experts to serve, with the head widths of published models."""
+
+from served import Case
+
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+_QWEN = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3, "decoder_sparse_step": 1}
+
+CASES = {
+    "mixtral": Case(
+        model="MixtralForCausalLM",
+        config=_HEADS | {"head_dim": 128, "intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    # The second layer has no experts.
+    "qwen2_moe": Case(
+        model="Qwen2MoeForCausalLM",
+        config=_HEADS | _QWEN | {"hidden_size": 128, "mlp_only_layers": [1], "shared_expert_intermediate_size": 80},
+    ),
+    "qwen3_moe": Case(
+        model="Qwen3MoeForCausalLM",
+        config=_HEADS | _QWEN | {"head_dim": 128, "num_experts": 16, "norm_topk_prob": True},
+    ),
+}
