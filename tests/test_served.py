@@ -5,13 +5,14 @@ what each sequence holds is what the plan says, in every step.
 """
 
 import pytest
+import served_delta
 import served_dense
 import served_experts
 from served import Case, Served, Session, build, prompts_of
 
 pytest.importorskip("transformers")
 
-CASES: dict[str, Case] = {**served_dense.CASES, **served_experts.CASES}
+CASES: dict[str, Case] = {**served_dense.CASES, **served_delta.CASES, **served_experts.CASES}
 RELATIVE = 1e-4
 
 

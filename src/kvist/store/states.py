@@ -1,14 +1,15 @@
 """The states of a group of recurrent layers inside the arena, read and written as tensors.
 
 A block is the whole state of one layer: the last inputs of its convolution, then its recurrent part, each in its own
-codec (:mod:`kvist.cache.groups`)::
+codec (:mod:`kvist.cache.groups`), and laid out as its mixer wants it::
 
-    block   conv: channel 0: column 0, column 1, … | channel 1: … | recurrent part
+    block   conv: columns and channels | recurrent part
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.spec.layers import State
 from kvist.store.layouts import CODEC_DTYPES, Index
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +87,8 @@ class StatePlan:
 
     def __init__(self, store: StateStore, spans: Sequence[StateSpan]) -> None:
         self.store = store
+        self.spans = spans
+        self._made: dict[type, Any] = {}
         self.counts = [span.count for span in spans]
         self.starts = np.concatenate(([0], np.cumsum(self.counts)[:-1]))
         fresh = torch.tensor([span.start == 0 for span in spans])
@@ -91,6 +96,18 @@ class StatePlan:
         begins = store.bytes_of(np.array([span.table for span in spans], np.int64))
         self.conv_rows = torch.from_numpy(begins // store.conv.unit)
         self.state_rows = torch.from_numpy(begins // store.recurrent.unit)
+
+    def part(self, sequences: Iterable[int]) -> "StatePlan":
+        """The same of some of the sequences, in this order; its rows are theirs alone."""
+        return StatePlan(self.store, [self.spans[index] for index in sequences])
+
+    def once(self, kind: type[Made], make: Callable[["StatePlan"], Made]) -> Made:
+        """What the layers of a step share: made by the first that asks for this kind."""
+        found = self._made.get(kind)
+        if found is None:
+            found = self._made[kind] = make(self)
+        made: Made = found
+        return made
 
     def read_conv(self, slot: int, dtype: torch.dtype) -> Tensor:
         """The last inputs of a layer's convolution, ``[sequences, conv_elements]``; zeros where a sequence begins."""

@@ -3,13 +3,18 @@
 from collections.abc import Callable, Mapping
 
 from kvist.errors import UnsupportedModel
-from kvist.model.families import dense, gpt2, mixtures
+from kvist.model.families import dense, gpt2, mixtures, qwen3_next
 from kvist.model.families.keys import Keys
 from kvist.model.network import Network
 from kvist.spec.layers import Attention, Indexer, Layer
 from kvist.spec.model import ModelSpec
 
-FAMILIES: Mapping[str, Callable[[Keys], Network]] = {**dense.FAMILIES, **gpt2.FAMILIES, **mixtures.FAMILIES}
+FAMILIES: Mapping[str, Callable[[Keys], Network]] = {
+    **dense.FAMILIES,
+    **gpt2.FAMILIES,
+    **mixtures.FAMILIES,
+    **qwen3_next.FAMILIES,
+}
 
 
 def network_of(spec: ModelSpec) -> Network:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from kvist.model.mixers.attention import AttentionMixer
+from kvist.model.mixers.gated_delta import GatedDelta, GatedDeltaMixer
 from kvist.model.mixers.places import Pass, Places
 from kvist.model.network import SelfAttention
 from kvist.model.weights import Checkpoint
@@ -20,7 +21,10 @@ class Mixer(Protocol):
         """``[tokens, hidden]`` to the same shape, or to ``[rows, hidden]`` where only those are wanted."""
 
 
-_MIXERS: Mapping[type, Callable[[Checkpoint, Any, Places], Mixer]] = {SelfAttention: AttentionMixer}
+_MIXERS: Mapping[type, Callable[[Checkpoint, Any, Places], Mixer]] = {
+    SelfAttention: AttentionMixer,
+    GatedDelta: GatedDeltaMixer,
+}
 
 
 def mixer_of(checkpoint: Checkpoint, net: Any, places: Places) -> Mixer:
