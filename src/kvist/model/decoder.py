@@ -118,6 +118,7 @@ class Layer:
         self.before_mlp, self.after_mlp = norm(block.before_mlp), norm(block.after_mlp)
         self.mixer = None if block.mixer is None else mixer_of(checkpoint, block.mixer, places)
         self.mlp = None if block.mlp is None else feed_forward_of(checkpoint, block.mlp)
+        self.parallel, self.scale = block.parallel, block.scale
 
     def __call__(
         self, stream: Residual | FusedResidual, step: Pass, rows: Tensor | None = None
@@ -126,18 +127,28 @@ class Layer:
 
         With ``rows`` nothing but these is computed behind the mixer, and returned.
         """
-        change = None if self.mixer is None else self.mixer(stream.normed(self.before_mixer), step, rows)
+        seen = change = None
+        if self.mixer is not None:
+            seen = stream.normed(self.before_mixer)
+            change = self.mixer(seen, step, rows)
         if rows is not None:
             stream = stream.rows(rows)
         if change is not None:
-            stream.add(change, self.after_mixer)
+            stream.add(self._scaled(change), self.after_mixer)
         if self.mlp is not None:
-            stream.add(self.mlp(stream.normed(self.before_mlp)), self.after_mlp)
+            if not self.parallel or seen is None:
+                seen = stream.normed(self.before_mlp)
+            elif rows is not None:
+                seen = seen.index_select(0, rows)
+            stream.add(self._scaled(self.mlp(seen)), self.after_mlp)
         return stream
+
+    def _scaled(self, change: Tensor) -> Tensor:
+        return change if self.scale is None else change * self.scale
 
 
 def _norm(checkpoint: Checkpoint, norm: Norm, width: int) -> AnyNorm:
-    if norm.kind == "layer":
-        weight, bias = (checkpoint.vector(f"{norm.name}.{part}", width) for part in ("weight", "bias"))
-        return LayerNorm(weight, bias, norm.eps)
+    if norm.kind != "rms":
+        bias = checkpoint.vector(f"{norm.name}.bias", width) if norm.kind == "layer" else None
+        return LayerNorm(checkpoint.vector(f"{norm.name}.weight", width), bias, norm.eps)
     return RMSNorm(checkpoint.norm(f"{norm.name}.weight", width), norm.eps)

@@ -22,12 +22,12 @@ class Norm:
     Attributes:
         name: of its tensors, without ``.weight`` and ``.bias``.
         eps: added to the mean square, or the variance.
-        kind: ``rms``, or ``layer`` with a mean and a bias.
+        kind: ``rms``, ``layer`` with a mean and a bias, or ``unbiased`` with a mean alone.
     """
 
     name: str
     eps: float
-    kind: Literal["rms", "layer"] = "rms"
+    kind: Literal["rms", "layer", "unbiased"] = "rms"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +123,8 @@ class Block:
         after_mixer: norm of what it adds.
         before_mlp: likewise.
         after_mlp: likewise.
+        parallel: the product sees what the mixer sees, instead of the stream after it.
+        scale: factor of what mixer and product give; None for none.
     """
 
     mixer: Any
@@ -131,6 +133,8 @@ class Block:
     after_mixer: Norm | None = None
     before_mlp: Norm | None = None
     after_mlp: Norm | None = None
+    parallel: bool = False
+    scale: float | None = None
 
     @property
     def stores(self) -> set[type[Layer]]:
@@ -149,7 +153,7 @@ class Part:
 
     Attributes:
         name: of the stored tensor.
-        take: what to take of it, as a view; None for all.
+        take: what to take of it, a view where that will do; None for all.
     """
 
     name: str

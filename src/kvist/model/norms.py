@@ -39,11 +39,11 @@ class LayerNorm:
 
     Args:
         multiplier: float32 ``[width]``.
-        bias: float32 ``[width]``.
+        bias: float32 ``[width]``, or None.
         eps: added to the variance.
     """
 
-    def __init__(self, multiplier: Tensor, bias: Tensor, eps: float) -> None:
+    def __init__(self, multiplier: Tensor, bias: Tensor | None, eps: float) -> None:
         self.multiplier = multiplier
         self.bias = bias
         self.eps = eps

@@ -345,7 +345,7 @@ class GGUFTensors:
         else:
             stored = torch.empty_like(into)
             _unpack(self._raw(entry, height), entry.type, stored.view(height, -1))
-            into.copy_(_straightened(stored, heads))
+            into.copy_(straightened(stored, heads))
 
     def codes(self, name: str) -> Codes | None:
         """See :class:`Tensors`."""
@@ -355,7 +355,7 @@ class GGUFTensors:
         # A mapped file is read-only, which torch warns about; the copy is let go soon.
         found = Codes.of_blocks(torch.from_numpy(np.array(self._raw(entry, entry.shape[0]))), entry.type)
         heads = self._interleaved_heads(name)
-        return found if heads is None else found.moved(lambda rows: _straightened(rows, heads))
+        return found if heads is None else found.moved(lambda rows: straightened(rows, heads))
 
     def _raw(self, entry: GGUFTensor, height: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         return self.bytes[entry.offset : entry.offset + entry.bytes].reshape(height, -1)
@@ -364,8 +364,13 @@ class GGUFTensors:
         return next((count for part, count in self.permuted_heads.items() if part in name), None)
 
 
-def _straightened(rows: Tensor, heads: int) -> Tensor:
-    """Undo llama.cpp's order of rows: it stores the two halves of a head interleaved, as its rotation wants them."""
+def straightened(rows: Tensor, heads: int) -> Tensor:
+    """Bring heads whose pairs lie side by side to the arrangement of Hugging Face's Llama: half a head apart.
+
+    Args:
+        rows: ``[heads x dim, …]`` of queries or keys.
+        heads: in them.
+    """
     pairs = rows.view(heads, rows.shape[0] // heads // 2, 2, -1)
     return pairs.transpose(1, 2).reshape(rows.shape)
 

@@ -29,6 +29,7 @@ class Keys:
 
         Raises:
             BadFile: a rotary key cannot be.
+            UnsupportedModel: layers with a window have scaled positions.
         """
         filled: dict[str, Any] = {"rope_theta": 10000.0, "tie_word_embeddings": False, **defaults}
         keys = ConfigKeys(self.config, name=self.spec.name)
@@ -37,7 +38,14 @@ class Keys:
         )
         config = {**filled, **keys.config}
         rotary = config.get("rope_parameters") or {}
-        rotary = rotary.get("full_attention", rotary)
+        local = rotary.get("sliding_attention") or {}
+        if local.get("rope_type", "default") != "default":
+            raise UnsupportedModel(
+                f"rope_parameters.sliding_attention: {local['rope_type']!r} is not computed; "
+                f"layers with a window turn their positions unscaled",
+                key="rope_parameters",
+            )
+        rotary = rotary.get("full_attention") or rotary
         if config.get("partial_rotary_factor") is None:
             config["partial_rotary_factor"] = rotary.get("partial_rotary_factor")
         original = config.get("original_max_position_embeddings")
