@@ -1,6 +1,12 @@
-"""Gated delta nets in three layers of four, attention with an output gate in the fourth: Qwen3.5."""
+"""Gated delta nets in three layers of four, attention with an output gate in the fourth: Qwen3-Next and Qwen3.5.
+
+Sources: the configuration and modelling files of that name in transformers 5.24.
+"""
+
+from functools import partial
 
 from kvist.model.families.keys import Keys
+from kvist.model.families.mixtures import qwen_experts
 from kvist.model.mixers.gated_delta import GatedDelta
 from kvist.model.network import Block, Mlp, Network, Norm, SelfAttention
 from kvist.spec.layers import State
@@ -8,20 +14,24 @@ from kvist.spec.layers import State
 _DEFAULTS = {
     "hidden_act": "silu", "rms_norm_eps": 1e-6, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "decoder_sparse_step": 1, "norm_topk_prob": True, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
 }  # fmt: skip
 _EMBEDDING = "model.embed_tokens.weight"
 
 
-def _read(keys: Keys) -> Network:
+def _read(keys: Keys, *, joined: bool, experts: bool) -> Network:
     """Describe the network of such a family.
+
+    Args:
+        keys: of the model.
+        joined: how the projections of a gated delta net are stored, see :class:`GatedDelta`.
+        experts: whether there may be experts, and then a shared one behind a gate.
 
     Raises:
         UnsupportedModel: as :func:`kvist.model.families.network_of`.
     """
-    return _network(keys.completed(_DEFAULTS), joined=False)
-
-
-def _network(keys: Keys, *, joined: bool) -> Network:
+    keys = keys.completed(_DEFAULTS)
     keys.refuse("hidden_act", "silu", "convolution and gate of a gated delta net have silu")
     keys.refuse("attn_output_gate", True, "attention has an output gate")
     hidden, eps, dim = keys.need("hidden_size"), keys.need("rms_norm_eps"), keys.need("head_dim")
@@ -56,11 +66,14 @@ def _network(keys: Keys, *, joined: bool) -> Network:
             gated=True,
         )
 
+    def product(prefix: str) -> Mlp:
+        return Mlp(prefix=prefix, hidden=hidden, inner=keys.need("intermediate_size"), activation="silu")
+
     def block(index: int) -> Block:
         prefix = f"model.layers.{index}"
         return Block(
             mixer=mixer(index),
-            mlp=Mlp(prefix=f"{prefix}.mlp", hidden=hidden, inner=keys.need("intermediate_size"), activation="silu"),
+            mlp=(qwen_experts(keys, index, shared=True) if experts else None) or product(f"{prefix}.mlp"),
             before_mixer=Norm(name=f"{prefix}.input_layernorm", eps=eps),
             before_mlp=Norm(name=f"{prefix}.post_attention_layernorm", eps=eps),
         )
@@ -76,4 +89,8 @@ def _network(keys: Keys, *, joined: bool) -> Network:
     )
 
 
-FAMILIES = {"qwen3_5_text": _read}
+FAMILIES = {
+    "qwen3_next": partial(_read, joined=True, experts=True),
+    "qwen3_5_text": partial(_read, joined=False, experts=False),
+    "qwen3_5_moe_text": partial(_read, joined=False, experts=True),
+}
