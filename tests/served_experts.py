@@ -19,4 +19,16 @@ CASES = {
         model="Qwen3MoeForCausalLM",
         config=_HEADS | _QWEN | {"head_dim": 128, "num_experts": 16, "norm_topk_prob": True},
     ),
+    "gpt_oss": Case(
+        model="GptOssForCausalLM",
+        config={
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "intermediate_size": 48,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 4,
+        },
+    ),
 }

@@ -1,5 +1,6 @@
 """Mixtures of experts: each token goes through a few of many products (arXiv:1701.06538), and through shared ones."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvist.model.linear import Gated, Linear
-from kvist.model.network import Mlp
+from kvist.model.network import Mlp, Part, whole
 from kvist.model.routing import Router, Routing
 from kvist.model.weights import Checkpoint
 
@@ -123,6 +124,37 @@ class Mixture:
             return every if self.on_input else every.mul_(factors)
         grouped = every.view(tokens, self.chosen, x.shape[1])
         return grouped.sum(1) if self.on_input else torch.bmm(weights[:, None], grouped)[:, 0]
+
+
+def stacked(*, turned: bool, interleaved: bool = False) -> Callable[[str], Part]:
+    """Where an expert's tensors lie in files that hold all experts of a layer as one tensor.
+
+    That is ``….experts.gate_up_proj [experts, 2 x inner, hidden]`` and ``….experts.down_proj [experts, hidden, inner]``
+    for ``….experts.3.gate_proj.weight`` and the like; biases are called ``gate_up_proj_bias`` and ``down_proj_bias``.
+
+    Args:
+        turned: their last two dimensions the other way round.
+        interleaved: rows of gate and other factor by turns, instead of one after the other.
+    """
+
+    def part(name: str) -> Part:
+        found = re.fullmatch(r"(.+\.experts)\.([0-9]+)\.(gate|up|down)_proj\.(weight|bias)", name)
+        if found is None:
+            return whole(name)
+        experts, index, product, kind = found.groups()
+        turn = turned and kind == "weight"
+        half = ("gate", "up").index(product) if product != "down" else None
+
+        def take(tensor: Tensor) -> Tensor:
+            rows = tensor.t() if turn else tensor
+            if half is None:
+                return rows
+            return rows[half::2] if interleaved else rows.tensor_split(2)[half]
+
+        stored = f"{experts}.{'down' if half is None else 'gate_up'}_proj{'_bias' if kind == 'bias' else ''}"
+        return Part(name=stored, index=int(index), take=take)
+
+    return part
 
 
 class _Expert:

@@ -52,6 +52,17 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Temperature:
+    """Sharper attention far into a sequence, where there are many keys (arXiv:2501.19399).
+
+    The query at position ``p`` is multiplied by ``1 + scale x ln(1 + floor((p + 1) / floor))``.
+    """
+
+    floor: float
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class SelfAttention:
     """Attention whose keys and values are stored: MHA, GQA and MQA are ``kv_heads`` alone.
 
@@ -65,8 +76,10 @@ class SelfAttention:
         scale: of the scores.
         softcap: scores become ``softcap x tanh(score / softcap)``.
         qkv_bias: whether queries, keys and values have one; likewise ``out_bias``.
-        head_norm: an RMS norm of queries and keys: of ``each`` head, or of ``all`` heads as one vector.
+        head_norm: an RMS norm of queries and keys: of ``each`` head, or of ``all`` heads as one vector; ``unit`` as
+            ``each``, without multipliers.
         eps: of that norm.
+        temperature: by which queries far into a sequence grow; None for none.
         gated: the query's product holds a gate beside each head, whose sigmoid the head's output is multiplied by.
         sinks: name of one score a head that takes part in the softmax and has no value.
     """
@@ -81,8 +94,9 @@ class SelfAttention:
     softcap: float | None = None
     qkv_bias: bool = False
     out_bias: bool = False
-    head_norm: Literal["each", "all"] | None = None
+    head_norm: Literal["each", "all", "unit"] | None = None
     eps: float = 0.0
+    temperature: Temperature | None = None
     gated: bool = False
     sinks: str | None = None
 
@@ -153,10 +167,12 @@ class Part:
 
     Attributes:
         name: of the stored tensor.
-        take: what to take of it, a view where that will do; None for all.
+        index: along its first dimension, of what is read; None for all. The rest stays in the file.
+        take: what to take of that, a view where that will do; None for all.
     """
 
     name: str
+    index: int | None = None
     take: Callable[[Tensor], Tensor] | None = None
 
 

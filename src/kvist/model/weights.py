@@ -223,10 +223,12 @@ class SafetensorsTensors:
         """See :class:`Tensors`."""
         part = self.parts(name)
         header = self.headers.get(self.stored(part.name))
-        if header is None or part.take is None:
-            return None if header is None else header.shape
+        if header is None:
+            return None
         try:
-            return tuple(part.take(torch.empty(header.shape, device="meta")).shape)
+            found = torch.empty(header.shape, device="meta")
+            found = found if part.index is None else found[part.index]
+            return tuple((found if part.take is None else part.take(found)).shape)
         except (RuntimeError, IndexError):
             # Too small for the part: what is stored is what the message should show.
             return header.shape
@@ -244,8 +246,9 @@ class SafetensorsTensors:
                 f"{self.name}: tensor {name!r} is stored as {self.headers[stored].dtype}; F32, F16 and BF16 are read",
                 key=name,
             )
-        whole = self.files[stored].get_tensor(stored)
-        into.copy_(whole if part.take is None else part.take(whole))
+        file = self.files[stored]
+        found = file.get_tensor(stored) if part.index is None else file.get_slice(stored)[part.index]
+        into.copy_(found if part.take is None else part.take(found))
 
     def codes(self, name: str) -> Codes | None:
         """See :class:`Tensors`."""

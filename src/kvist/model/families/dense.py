@@ -39,6 +39,7 @@ class Dense:
         local_rope: layers with a window have the base ``rope_local_base_freq``, and no scaling.
         experts: the experts of a layer in place of its product, or None where it has the product.
         parallel: the product sees what the mixer sees, instead of what it has added.
+        sinks: attention has them.
         gemma: norms are stored as offsets from one, embeddings are scaled, ``query_pre_attn_scalar`` scales scores.
         granite: there are factors of embeddings, scores and all that layers add, and a divisor of logits.
     """
@@ -57,6 +58,7 @@ class Dense:
     turned: Literal["all", "listed", "windows"] = "all"
     local_rope: bool = False
     parallel: bool = False
+    sinks: bool = False
     gemma: bool = False
     experts: Callable[[Keys, int], Experts | None] = lambda keys, index: None
     granite: bool = False
@@ -120,6 +122,7 @@ def read_dense(family: Dense, keys: Keys) -> Network:
                 out_bias=out_bias,
                 head_norm=family.head_norm,
                 eps=eps,
+                sinks=f"{prefix}.self_attn.sinks" if family.sinks else None,
             ),
             mlp=family.experts(keys, index)
             or Mlp(

@@ -75,7 +75,9 @@ class AttentionMixer:
         )
         self.norm: RMSNorm | None = None
         self.whole_norms: tuple[RMSNorm, RMSNorm] | None = None
-        if net.head_norm == "each":
+        if net.head_norm == "unit":
+            self.norm = RMSNorm(torch.ones(heads + kv_heads, dim), net.eps)
+        elif net.head_norm == "each":
             multipliers = torch.cat(
                 [
                     checkpoint.norm(f"{prefix}.q_norm.weight", dim).expand(heads, dim),
@@ -88,6 +90,7 @@ class AttentionMixer:
             of_keys = checkpoint.norm(f"{prefix}.k_norm.weight", kv_heads * dim)
             of_queries = of_queries.view(kv_heads, self.repeats, dim).transpose(0, 1).reshape(-1)
             self.whole_norms = RMSNorm(of_queries, net.eps), RMSNorm(of_keys, net.eps)
+        self.temperature = net.temperature
         self.sinks: Tensor | None = None
         if net.sinks is not None:
             sinks = checkpoint.tensor(net.sinks, (heads,)).float()
@@ -108,6 +111,9 @@ class AttentionMixer:
         elif self.norm is not None:
             turned.copy_(self.norm(turned))
         queries = projected[:, : self.turned - self.kv_heads].view(count, self.repeats, self.kv_heads, self.dim)
+        if self.temperature is not None:
+            seen = torch.floor((step.positions.float() + 1) / self.temperature.floor)
+            queries.mul_((torch.log1p(seen) * self.temperature.scale + 1).to(x.dtype).view(-1, 1, 1, 1))
         kv = projected[:, self.turned - self.kv_heads :]
         mixed = step.attention(self.group).attend(self.slot, queries, kv, self.sinks)
         if self.gates:
