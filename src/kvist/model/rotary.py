@@ -56,13 +56,19 @@ class Rotary:
     @classmethod
     def of(cls, rope: Rope, checkpoint: Checkpoint) -> "Rotary":
         """The angles that a network describes; factors are read from its file."""
-        factors = None
-        if rope.scaling and rope.scaling.get("rope_type") == "frequency_factors":
+
+        def read(name: str) -> Tensor:
             factors = torch.empty(rope.dim // 2)
-            checkpoint.read(rope.scaling["tensor"], (rope.dim // 2,), factors)
-        return cls(
-            rope.dim, rope.theta, rope.scaling, factors, width=rope.width, trained=rope.trained, longest=rope.longest
-        )
+            checkpoint.read(name, (rope.dim // 2,), factors)
+            return factors
+
+        scaling, factors = rope.scaling, None
+        match scaling:
+            case {"rope_type": "frequency_factors", "tensor": name}:
+                factors = read(name)
+            case {"rope_type": "longrope", "long_tensor": long, "short_tensor": short}:
+                scaling = {**(scaling or {}), "long_factor": read(long).tolist(), "short_factor": read(short).tolist()}
+        return cls(rope.dim, rope.theta, scaling, factors, width=rope.width, trained=rope.trained, longest=rope.longest)
 
     def tables(self, positions: Tensor, dtype: torch.dtype, kernels: Cpu | None) -> "Rotation | FusedRotation":
         """Make the factors of a step.

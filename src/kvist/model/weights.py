@@ -4,27 +4,20 @@ A checkpoint is opened without reading its tensors; each is read straight into t
 so that never more than one layer exists twice.
 """
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvist.errors import BadFile, InputError, UnsupportedModel
+from kvist.model.gguf_tensors import GGUFTensors
 from kvist.model.network import Network
 from kvist.model.packed import Codes
-from kvist.spec.gguf import GGUFTensor, read_gguf
-from kvist.spec.gguf.files import part_count
 from kvist.spec.model import ModelSpec
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-
-# What one dequantisation works on at a time: small enough to stay in the cache of a core.
-_ROWS_ELEMENTS = 2**18
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -259,156 +252,3 @@ class SafetensorsTensors:
         for stored in self.headers:
             if stored.startswith(self.prefix) and not stored.endswith(self.ignored):
                 yield stored
-
-
-_GGUF_TOP = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-    "rope_freqs.weight": "rope_freqs.weight",
-}
-_GGUF_LAYER = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-# Gemma has a norm behind each half of a layer as well.
-_GGUF_GEMMA_LAYER = _GGUF_LAYER | {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-_READABLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-
-
-class GGUFTensors:
-    """A GGUF file, mapped; quantised tensors are unpacked as they are read."""
-
-    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
-        header = read_gguf(path)
-        if part_count(header) > 1:
-            raise UnsupportedModel(
-                f"{path}: is one of {part_count(header)} parts, and the engine reads one file; join them with "
-                f"llama-gguf-split --merge",
-                key="split.count",
-            )
-        self.name = str(path)
-        self.entries = header.tensor_by_name
-        self.bytes = np.memmap(path, dtype=np.uint8, mode="r")
-        self.layer_names = _GGUF_LAYER
-        if header.metadata["general.architecture"].startswith("gemma"):
-            self.layer_names = _GGUF_GEMMA_LAYER
-        self.permuted_heads = {}
-        if header.metadata["general.architecture"] == "llama":
-            self.permuted_heads = {
-                "q_proj": config["num_attention_heads"],
-                "k_proj": config["num_key_value_heads"],
-            }
-
-    def stored(self, name: str) -> str:
-        """The name in the file."""
-        match = re.fullmatch(r"model\.layers\.([0-9]+)\.(.+)\.(weight|bias)", name)
-        if match and match[2] in self.layer_names:
-            return f"blk.{match[1]}.{self.layer_names[match[2]]}.{match[3]}"
-        return _GGUF_TOP.get(name, name)
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """See :class:`Tensors`."""
-        entry = self.entries.get(self.stored(name))
-        return None if entry is None else entry.shape
-
-    def names(self) -> Iterable[str]:
-        """See :class:`Tensors`."""
-        return self.entries
-
-    def source(self, name: str) -> str:
-        """See :class:`Tensors`."""
-        return self.stored(name)
-
-    def read(self, name: str, into: Tensor) -> None:
-        """See :class:`Tensors`."""
-        entry = self.entries[self.stored(name)]
-        if entry.type not in _READABLE:
-            raise UnsupportedModel(
-                f"{self.name}: tensor {entry.name!r} is stored as {entry.type}; read are {', '.join(_READABLE)}",
-                key=entry.name,
-            )
-        height = entry.shape[0] if len(entry.shape) > 1 else 1
-        heads = self._interleaved_heads(name)
-        if heads is None:
-            _unpack(self._raw(entry, height), entry.type, into.view(height, -1))
-        else:
-            stored = torch.empty_like(into)
-            _unpack(self._raw(entry, height), entry.type, stored.view(height, -1))
-            into.copy_(straightened(stored, heads))
-
-    def codes(self, name: str) -> Codes | None:
-        """See :class:`Tensors`."""
-        entry = self.entries[self.stored(name)]
-        if len(entry.shape) != 2 or not Codes.reads(entry.type):
-            return None
-        # A mapped file is read-only, which torch warns about; the copy is let go soon.
-        found = Codes.of_blocks(torch.from_numpy(np.array(self._raw(entry, entry.shape[0]))), entry.type)
-        heads = self._interleaved_heads(name)
-        return found if heads is None else found.moved(lambda rows: straightened(rows, heads))
-
-    def _raw(self, entry: GGUFTensor, height: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        return self.bytes[entry.offset : entry.offset + entry.bytes].reshape(height, -1)
-
-    def _interleaved_heads(self, name: str) -> int | None:
-        return next((count for part, count in self.permuted_heads.items() if part in name), None)
-
-
-def straightened(rows: Tensor, heads: int) -> Tensor:
-    """Bring heads whose pairs lie side by side to the arrangement of Hugging Face's Llama: half a head apart.
-
-    Args:
-        rows: ``[heads x dim, …]`` of queries or keys.
-        heads: in them.
-    """
-    pairs = rows.view(heads, rows.shape[0] // heads // 2, 2, -1)
-    return pairs.transpose(1, 2).reshape(rows.shape)
-
-
-def _unpack(raw: np.ndarray[Any, np.dtype[np.uint8]], kind: str, into: Tensor) -> None:
-    """Unpack rows of stored bytes ``[rows, bytes]`` into ``into`` ``[rows, elements]``, some rows at a time."""
-    if kind in ("F32", "F16", "BF16"):
-        # A mapped file is read-only, which torch warns about; nothing writes here.
-        flat = torch.frombuffer(bytearray(raw.tobytes()), dtype=DTYPES[kind.lower()])
-        into.copy_(flat.view(into.shape))
-        return
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    number = GGMLQuantizationType[kind]
-    step = max(1, _ROWS_ELEMENTS // into.shape[1])
-
-    def unpack(start: int) -> None:
-        # The mode belongs to a thread.
-        with torch.inference_mode():
-            rows = dequantize(np.ascontiguousarray(raw[start : start + step]), number)
-            into[start : start + step].copy_(torch.from_numpy(rows))
-
-    starts = range(0, len(raw), step)
-    if len(starts) == 1:
-        unpack(0)
-    else:
-        list(_workers().map(unpack, starts))
-
-
-def _workers() -> ThreadPoolExecutor:
-    global _pool
-    if _pool is None:
-        _pool = ThreadPoolExecutor(max_workers=torch.get_num_threads(), thread_name_prefix="kvist-weights")
-    return _pool
-
-
-_pool: ThreadPoolExecutor | None = None

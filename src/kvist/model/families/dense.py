@@ -4,7 +4,6 @@ What is particular to one is a line of data in :data:`FAMILIES`: what its class 
 file leaves a key out, and where it differs from Llama.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any, Literal
 from kvist.model.experts import Experts
 from kvist.model.families.keys import Keys
 from kvist.model.network import Block, Mlp, Network, Norm, Part, SelfAttention, whole
-from kvist.model.weights import straightened
+from kvist.model.parts import fused, straight
 from kvist.spec.config_keys import ConfigKeys
 from kvist.spec.families.windows import rope_layers
 
@@ -89,9 +88,9 @@ def read_dense(family: Dense, keys: Keys) -> Network:
     gate, up, down = family.mlp
     parts: Callable[[str], Part] = whole
     if family.fused:
-        parts = _fused(heads * dim, kv_heads * dim, inner)
+        parts = fused(heads * dim, kv_heads * dim, inner)
     elif family.interleaved:
-        parts = partial(_straight, {"q": heads, "k": kv_heads})
+        parts = partial(straight, {"q": heads, "k": kv_heads})
     ropes = [keys.rope(dim)]
     if family.local_rope:
         ropes.append(keys.rope(dim, theta=keys.need("rope_local_base_freq"), scaled=False))
@@ -173,32 +172,6 @@ def _gemma1(keys: Keys) -> Network:
     if keys.get("hidden_act") == "gelu":
         keys = Keys(keys.spec, {**keys.config, "hidden_act": "gelu_pytorch_tanh"})
     return read_dense(Dense(defaults=_GEMMA, gemma=True), keys)
-
-
-def _fused(queries: int, keys: int, inner: int) -> Callable[[str], Part]:
-    """Rows of ``qkv_proj`` and ``gate_up_proj``."""
-    rows = {
-        "self_attn.q_proj": ("self_attn.qkv_proj", 0, queries),
-        "self_attn.k_proj": ("self_attn.qkv_proj", queries, keys),
-        "self_attn.v_proj": ("self_attn.qkv_proj", queries + keys, keys),
-        "mlp.gate_proj": ("mlp.gate_up_proj", 0, inner),
-        "mlp.up_proj": ("mlp.gate_up_proj", inner, inner),
-    }
-
-    def part(name: str) -> Part:
-        found = re.fullmatch(r"(model\.layers\.[0-9]+)\.(.+)\.weight", name)
-        if found is None or found[2] not in rows:
-            return whole(name)
-        stored, first, count = rows[found[2]]
-        return Part(name=f"{found[1]}.{stored}.weight", take=lambda matrix: matrix[first : first + count])
-
-    return part
-
-
-def _straight(heads: Mapping[str, int], name: str) -> Part:
-    """Queries and keys, each head's even elements before its odd ones."""
-    found = re.fullmatch(r".+\.self_attn\.([qk])_proj\.(?:weight|bias)", name)
-    return whole(name) if found is None else Part(name=name, take=partial(straightened, heads=heads[found[1]]))
 
 
 _GEMMA = {

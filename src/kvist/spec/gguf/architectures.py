@@ -11,7 +11,7 @@ from kvist.spec.gguf import attention as a
 from kvist.spec.gguf import latents, states
 from kvist.spec.gguf.attention import Step, Windows
 from kvist.spec.gguf.metadata import Metadata
-from kvist.spec.gguf.network import gemma3
+from kvist.spec.gguf.network import gemma2, gemma3, gpt2, phi3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deci": _own("nemotron-nas", a.deci_heads),
     "falcon": _own("falcon", a.falcon_heads),
     "grok": _same("grok-1"),
-    "gpt2": _same("gpt2"),
+    "gpt2": _same("gpt2", gpt2),
     "gptj": _same("gptj"),
     "gptneox": _same("gpt_neox"),
     "mpt": _own("mpt", a.mpt_heads),
@@ -140,8 +140,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "t5": _own("t5", a.t5),
     # Windows or chunks.
     "llama4": _same("llama4_text", Windows(period=4, width=8192, chunks=True)),
-    "phi3": _same("phi3", a.window_everywhere),
-    "gemma2": _same("gemma2", Windows(period=2, width=4096)),
+    "phi3": _same("phi3", a.window_everywhere, phi3),
+    "gemma2": _same("gemma2", Windows(period=2, width=4096), gemma2),
     "gemma3": _same("gemma3_text", gemma3),
     "gemma3n": _own("gemma3n_text", a.gemma3n),
     "gemma4": _own("gemma4_text", a.gemma4),

@@ -16,7 +16,7 @@ from kvist.spec.families import Reading
 from kvist.spec.gguf.architectures import ARCHITECTURES, REFUSED
 from kvist.spec.gguf.header import GGUFArray, GGUFHeader
 from kvist.spec.gguf.metadata import Metadata
-from kvist.spec.gguf.network import COMPUTED, network, sizes
+from kvist.spec.gguf.network import network, sizes
 from kvist.spec.json_file import shown
 from kvist.spec.model import Assumption
 
@@ -121,7 +121,7 @@ def config_of(header: GGUFHeader) -> NamedConfig:
         raise m.unread("attention.causal", "is false; an encoder keeps no cache")
     architecture = ARCHITECTURES[name]
     family = architecture.family_of(m)
-    config = {"model_type": family, **sizes(m), **network(m, computed=family in COMPUTED)}
+    config = {"model_type": family, **sizes(m), **network(m, family=family)}
     for step in architecture.steps:
         config |= step(m)
     _refuse_unread(m)

@@ -7,7 +7,9 @@ from kvist.spec.gguf.header import GGUFArray
 from kvist.spec.gguf.metadata import Metadata
 
 # Families whose network the engine builds: their configurations are completed with what it asks for.
-COMPUTED = frozenset({"llama", "qwen2", "qwen3", "gemma3_text"})
+COMPUTED = frozenset({"llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "gpt2"})
+# Of these, such as learn a vector for each position.
+_LEARNED = frozenset({"gpt2"})
 
 _SPECIAL_TOKENS = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
@@ -44,9 +46,10 @@ def sizes(m: Metadata) -> dict[str, Any]:
     return config
 
 
-def network(m: Metadata, *, computed: bool) -> dict[str, Any]:
-    """Norms, rotary bases and biases; ``computed``: all that the engine needs, or an error."""
+def network(m: Metadata, *, family: str) -> dict[str, Any]:
+    """Norms, rotary bases and biases; of a family that is computed all that the engine needs, or an error."""
     config: dict[str, Any] = {}
+    computed = family in COMPUTED and family not in _LEARNED
     for name, key in (("rms_norm_eps", "layer_norm_rms_epsilon"), ("layer_norm_eps", "layer_norm_epsilon")):
         if (computed and name == "rms_norm_eps") or m.get(f"attention.{key}") is not None:
             config[name] = m.real(f"attention.{key}")
@@ -64,6 +67,50 @@ def network(m: Metadata, *, computed: bool) -> dict[str, Any]:
         if rotated != width:
             config["partial_rotary_factor"] = rotated / width
     return config
+
+
+def gpt2(m: Metadata) -> dict[str, Any]:
+    """GPT-2: the names of its own keys."""
+    key = m.named("layer_norm_epsilon", "attention.layer_norm_epsilon")
+    return {
+        "layer_norm_epsilon": None if m.get(key) is None else m.real(key),
+        "activation_function": "gelu_new",
+        "n_inner": m.count(m.named("n_inner", "feed_forward_length")),
+        "tie_word_embeddings": "output.weight" not in m.tensors,
+    }
+
+
+def gemma2(m: Metadata) -> dict[str, Any]:
+    """Gemma 2: soft caps, and its own attention scale; windows apart."""
+    config: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"}
+    for key, usual in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
+        config[key] = m.real(m.named(key, key), default=usual)
+        if m.get(key) is None:
+            m.assume(key, usual, f"{m.full(key)} is left out; the rule of llama.cpp for Gemma 2")
+    return config | _query_scale(m, "Gemma 2", widest=46)
+
+
+def phi3(m: Metadata) -> dict[str, Any]:
+    """Phi 3: of long contexts two tensors of rotary factors, which are named, not read."""
+    if "rope_factors_long.weight" not in m.tensors:
+        return {}
+    scaling: dict[str, Any] = {
+        "rope_type": "longrope",
+        "long_tensor": "rope_factors_long.weight",
+        "short_tensor": "rope_factors_short.weight",
+        "original_max_position_embeddings": m.count("rope.scaling.original_context_length"),
+    }
+    if m.get("rope.scaling.attn_factor") is not None:
+        scaling["attention_factor"] = m.real("rope.scaling.attn_factor")
+    return {"rope_scaling": scaling}
+
+
+def _query_scale(m: Metadata, name: str, *, widest: int) -> dict[str, Any]:
+    """llama.cpp scales the queries of the 27B models, ``widest`` layers, by hidden size a head, others by head_dim."""
+    heads, width = m.count("attention.head_count"), one_width(m)
+    scalar = m.count("embedding_length") // heads if m.layers == widest else width
+    m.assume("query_pre_attn_scalar", scalar, f"GGUF has no key for it; the rule of llama.cpp for {name}")
+    return {"query_pre_attn_scalar": scalar}
 
 
 def gemma3(m: Metadata) -> dict[str, Any]:
@@ -95,12 +142,7 @@ def gemma3(m: Metadata) -> dict[str, Any]:
         said = f"{m.full('rope.freq_base_swa')} is left out; Gemma 3 rotates its windows so"
         m.assume("rope_local_base_freq", local, said)
     config["rope_local_base_freq"] = local
-    # llama.cpp scales the queries of the 27B model (62 layers) by its hidden size a head, all others by head_dim.
-    heads, width = m.count("attention.head_count"), one_width(m)
-    scalar = m.count("embedding_length") // heads if m.layers == 62 else width
-    config["query_pre_attn_scalar"] = scalar
-    m.assume("query_pre_attn_scalar", scalar, "GGUF has no key for it; the rule of llama.cpp for Gemma 3")
-    return config
+    return config | _query_scale(m, "Gemma 3", widest=62)
 
 
 def _from_tensors(m: Metadata) -> dict[str, bool]:
