@@ -85,28 +85,44 @@ class Chunk:
     samples: bool
 
 
-@dataclass(slots=True)
+@dataclass
 class Batch:
     """What one step computes, and which requests had to make room for it.
 
     Attributes:
-        chunks: a part for each request that takes part.
+        others: parts of requests, but for those in ``decoding``.
         preempted: requests that had to give their blocks back, or were swapped out.
-        decodes: how many chunks, the first ones, are one more token of an answer; there may be more among the rest.
+        decoding: requests of which the one token is computed that was sampled last; there may be more among the others.
         traffic: what moves between the device and its tiers before the step, or has moved since the last one.
         copies: states to copy before the step, in order.
     """
 
-    chunks: list[Chunk]
+    others: list[Chunk]
     preempted: list[Request]
-    decodes: int = 0
+    decoding: list[Request] = field(default_factory=list)
     traffic: Traffic = NO_TRAFFIC
     copies: list[BlockCopy] = field(default_factory=list)
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        """A part for each request that takes part; to be asked for before the step is committed."""
+        assert all(request.sequence.in_flight for request in self.decoding[:1])
+        return [Chunk(request, request.sequence.length, 1, True) for request in self.decoding] + self.others
+
+    @property
+    def sampling(self) -> list[Request]:
+        """Requests for which a token is sampled, in the order of ``chunks``."""
+        return self.decoding + [chunk.request for chunk in self.others if chunk.samples]
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Of all that take part."""
+        return [request.sequence for request in self.decoding] + [chunk.request.sequence for chunk in self.others]
 
     @property
     def tokens(self) -> int:
         """Tokens computed in the step."""
-        return sum(chunk.count for chunk in self.chunks)
+        return len(self.decoding) + sum(chunk.count for chunk in self.others)
 
 
 class _Attempt(NamedTuple):
@@ -271,16 +287,16 @@ class Scheduler:
     def step(self) -> Batch:
         """Choose what the next step computes, and reserve its memory."""
         chunks: list[Chunk] = []
+        decoding: list[Request] = []
         preempted: list[Request] = []
         copies: list[BlockCopy] = []
         budget = self.limits.max_batch_tokens
         sequences = [request.sequence for request in self.running]
-        index = decodes = 0
+        index = 0
         while index < len(sequences) and budget:
             stop = self.manager.extend(sequences, index, min(len(sequences), index + budget))
             if stop > index:
-                chunks += [Chunk(request, request.sequence.length, 1, True) for request in self.running[index:stop]]
-                decodes += stop - index if decodes == index else 0
+                decoding += self.running[index:stop]
                 budget -= stop - index
                 index = stop
                 continue
@@ -320,7 +336,7 @@ class Scheduler:
             copies += reservation.copies
             budget -= self._schedule(chunks, request, reservation.limit)
         tiers = self.manager.tiers
-        return Batch(chunks, preempted, decodes, tiers.take_traffic() if tiers else NO_TRAFFIC, copies)
+        return Batch(chunks, preempted, decoding, tiers.take_traffic() if tiers else NO_TRAFFIC, copies)
 
     def _attempt(self, request: Request, budget: int) -> "_Attempt":
         manager = self.manager
@@ -378,7 +394,7 @@ class Scheduler:
 
     def commit(self, batch: Batch) -> list[BlockCopy]:
         """The step's keys and values are stored; returns the states to copy, in order, before the next step."""
-        return self.manager.commit_all([chunk.request.sequence for chunk in batch.chunks])
+        return self.manager.commit_all(batch.sequences)
 
     def append(self, request: Request, token: int) -> None:
         """A token was sampled for a running request."""

@@ -176,9 +176,9 @@ class Replica:
         self.steps += 1
         prefills: list[Chunk] = []
         firsts: list[Request] = []
-        decodes = batch.decodes
-        decode_tokens = sum([chunk.start for chunk in batch.chunks[:decodes]]) + decodes
-        for chunk in batch.chunks[decodes:]:
+        decodes = len(batch.decoding)
+        decode_tokens = sum([request.sequence.size for request in batch.decoding])
+        for chunk in batch.others:
             request = chunk.request
             if chunk.count == 1 and chunk.start >= request.prompt_tokens:
                 decodes += 1
@@ -200,7 +200,7 @@ class Replica:
         self.meter.add(self.now, bound, self._state())
         scheduler.commit(batch)
         indices = self._index
-        sampled = [chunk.request for chunk in batch.chunks if chunk.samples]
+        sampled = batch.sampling
         for request in firsts:
             log.first[indices[request.id]] = self.now
         # Answers differ from each other, and from all prompts.
