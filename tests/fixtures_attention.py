@@ -15,11 +15,21 @@ from kvist.store.layouts import PagedKV, Scratch
 
 
 def group_of(
-    *, kv_heads=2, dim=16, window=None, layers=2, block_tokens=4, key="f32", value="f32", name="full", first_layer=0
+    *,
+    kv_heads=2,
+    dim=16,
+    window=None,
+    chunk=None,
+    layers=2,
+    block_tokens=4,
+    key="f32",
+    value="f32",
+    name="full",
+    first_layer=0,
 ) -> Group:
     return Group(
         name=name,
-        layer=Attention(kv_heads=kv_heads, key_dim=dim, value_dim=dim, window=window),
+        layer=Attention(kv_heads=kv_heads, key_dim=dim, value_dim=dim, window=window, chunk=chunk),
         layers=tuple(range(first_layer, first_layer + layers)),
         block_tokens=block_tokens,
         format=CacheFormat(key=key, value=value),
@@ -45,8 +55,16 @@ class Scene:
     store: PagedKV
     spans: list[Span]
 
-    def expected(self, slot: int, q: torch.Tensor, scale: float, softcap: float | None = None) -> torch.Tensor:
+    def expected(
+        self,
+        slot: int,
+        q: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """The oracle's answer to ``[tokens, repeats, kv_heads, dim]``, read from the arena."""
+        layer = self.group.attention
         rows, row = [], 0
         for span in self.spans:
             keys, values = read_sequence(
@@ -54,8 +72,9 @@ class Scene:
             )
             heads = q[row : row + span.count].double().transpose(1, 2).flatten(1, 2)
             out = attend(
-                heads, keys, values, start=span.start, scale=scale, window=self.group.layer.window, softcap=softcap
-            )
+                heads, keys, values, start=span.start, scale=scale, window=layer.window, chunk=layer.chunk,
+                softcap=softcap, sinks=None if sinks is None else sinks.double().t().flatten(),
+            )  # fmt: skip
             rows.append(out.unflatten(1, (keys.shape[0], -1)).transpose(1, 2).flatten(1))
             row += span.count
         return torch.cat(rows)
@@ -98,7 +117,7 @@ def make_scene(
                     ):  # fmt: skip
                         vector.copy_(torch.randn(vector.shape, generator=generator))
         whole.append(table.copy())
-        if group.layer.window is not None:
+        if group.gives_back:
             table[:dead] = -1
         spans.append(Span(table=table, start=start, count=count))
     return Scene(group, layout, arena, PagedKV(arena, group, layout, 0, Scratch()), spans)

@@ -16,7 +16,7 @@ from kvist.kernels.sharing import shared_runs, sharing_order
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 0.03}
 
 
-def check(scene, *, dtype=torch.float32, repeats=3, softcap=None, seed=0):
+def check(scene, *, dtype=torch.float32, repeats=3, softcap=None, sinks=None, seed=0):
     """Run every layer and hold it against the oracle."""
     group = scene.group
     tokens = sum(span.count for span in scene.spans)
@@ -28,9 +28,9 @@ def check(scene, *, dtype=torch.float32, repeats=3, softcap=None, seed=0):
         # As the fused projection gives them: slices of wider rows.
         projected = torch.randn(tokens, (repeats + 2) * heads, dim, generator=generator).to(dtype)
         q = projected[:, : repeats * heads].view(tokens, repeats, heads, dim)
-        out = plan.attend(slot, q, projected[:, repeats * heads :])
+        out = plan.attend(slot, q, projected[:, repeats * heads :], sinks)
         assert out.shape == (tokens, repeats * heads * dim)
-        expected = scene.expected(slot, q, scores.scale, softcap)
+        expected = scene.expected(slot, q, scores.scale, softcap, sinks)
         assert (out.double() - expected).abs().max() < TOLERANCE[dtype] * max(1, expected.abs().max())
     return plan
 
@@ -42,24 +42,39 @@ parts = st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 1, 2, 5, 1
 @given(
     parts=parts,
     leaders=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20)), min_size=5, max_size=5),
-    window=st.sampled_from([None, None, 3, 8, 17]),
+    limit=st.sampled_from([{}, {}, {"window": 3}, {"window": 8}, {"window": 17}, {"chunk": 16}, {"chunk": 48}]),
     heads=st.sampled_from([(1, 4), (2, 3), (3, 1)]),
     codecs=st.sampled_from([("f32", "f32"), ("bf16", "bf16"), ("f32", "bf16"), ("f16", "f32")]),
     block_tokens=st.sampled_from([4, 16]),
     seed=st.integers(0, 100),
 )
-def test_any_step_equals_the_reference(parts, leaders, window, heads, codecs, block_tokens, seed):
-    group = group_of(
-        kv_heads=heads[0], window=window, block_tokens=block_tokens, key=codecs[0], value=codecs[1], layers=2
-    )
+def test_any_step_equals_the_reference(parts, leaders, limit, heads, codecs, block_tokens, seed):
+    group = group_of(kv_heads=heads[0], **limit, block_tokens=block_tokens, key=codecs[0], value=codecs[1], layers=2)
     check(make_scene(group, parts, seed=seed, shared=leaders[: len(parts)]), repeats=heads[1], seed=seed)
 
 
-@pytest.mark.parametrize("window", [None, 9])
-def test_float64_and_soft_caps(window):
-    group = group_of(window=window)
+@pytest.mark.parametrize("limit", [{}, {"window": 9}, {"chunk": 12}])
+def test_float64_and_soft_caps(limit):
+    group = group_of(**limit)
     parts = [(0, 7), (20, 1), (33, 5), (11, 1)]
     check(make_scene(group, parts), softcap=2.0, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("limit", [{}, {"window": 9}, {"chunk": 12}])
+def test_sinks_take_their_share_of_the_softmax(limit):
+    group = group_of(**limit)
+    sinks = torch.tensor([[0.5, -1.0], [3.0, 0.0], [-4.0, 1.5]])
+    parts = [(90, 1), (88, 1), (0, 30), (33, 5)]
+    scene = make_scene(group, parts, shared=[(0, 0), (0, 20), (2, 0), (3, 0)])
+    plan = check(scene, sinks=sinks)
+    assert limit or plan.others
+    check(make_scene(group, [(5, 1)]), sinks=sinks)
+
+
+def test_chunks_of_attention_are_whole_blocks():
+    with pytest.raises(InputError, match="chunks of 10 tokens are not whole blocks of 4; choose") as caught:
+        make_scene(group_of(chunk=10), [(0, 1)])
+    assert caught.value.key == "block_tokens"
 
 
 @pytest.mark.parametrize("window", [None, 24])

@@ -74,7 +74,9 @@ def check(kernels, scene, *, repeats=3, softcap=None, seed=0):
         max_size=5,
     ),
     leaders=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20)), min_size=5, max_size=5),
-    window=st.sampled_from([None, None, 3, 16, 33, 150]),
+    limit=st.sampled_from(
+        [{}, {}, {"window": 3}, {"window": 16}, {"window": 33}, {"window": 150}, {"chunk": 32}, {"chunk": 96}]
+    ),
     heads=st.sampled_from([(1, 4), (2, 3), (3, 1)]),
     dim=st.sampled_from([32, 64, 96, 256]),
     block_tokens=st.sampled_from([16, 32]),
@@ -82,12 +84,10 @@ def check(kernels, scene, *, repeats=3, softcap=None, seed=0):
     kind=st.sampled_from(["avx512", "amx"]),
     seed=st.integers(0, 100),
 )
-def test_any_step_equals_the_reference(parts, leaders, window, heads, dim, block_tokens, softcap, kind, seed):
+def test_any_step_equals_the_reference(parts, leaders, limit, heads, dim, block_tokens, softcap, kind, seed):
     if kind not in kinds():
         pytest.skip(f"no {kind} kernels on this machine")
-    group = group_of(
-        kv_heads=heads[0], window=window, block_tokens=block_tokens, key="bf16", value="bf16", dim=dim, layers=2
-    )
+    group = group_of(kv_heads=heads[0], **limit, block_tokens=block_tokens, key="bf16", value="bf16", dim=dim, layers=2)
     scene = make_scene(group, parts, seed=seed, shared=leaders[: len(parts)])
     chosen = cpu_module._chosen(kind)
     check(chosen, scene, repeats=heads[1], softcap=softcap, seed=seed)

@@ -1,7 +1,6 @@
 """What the engine does not run is refused by name, before anything is fetched or loaded."""
 
 import socket
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,7 +41,6 @@ def model(*layers: Layer, **config: Any) -> ModelSpec:
         (Compressed(rank=32, rope_dim=0, ratio=4), "layers of kind compressed"),
         (Nothing(), "layers of kind nothing"),
         (Parallel(parts=(OWN, Cross(kv_heads=1, key_dim=16, value_dim=16))), "layers of kind parallel"),
-        (replace(OWN, chunk=8), "attention in chunks"),
         (
             Attention(kv_heads=2, key_dim=16, value_dim=16, indexer=Indexer(heads=1, dim=16)),
             "attention with an indexer",

@@ -175,12 +175,11 @@ def test_what_cannot_be_grouped_is_refused() -> None:
     "layer",
     [
         Latent(rank=64, rope_dim=0),
-        Attention(kv_heads=1, key_dim=64, value_dim=64, chunk=4),
         Attention(kv_heads=1, key_dim=64, value_dim=64, indexer=Indexer(heads=1, dim=64)),
     ],
 )
 def test_kernels_are_given_plain_attention_alone(layer: Layer) -> None:
-    with pytest.raises(UnsupportedModel, match="the engine runs attention over all tokens or a window"):
+    with pytest.raises(UnsupportedModel, match="the engine runs attention over all tokens, a window or chunks"):
         _ = only(layer).head_run_bytes
 
 

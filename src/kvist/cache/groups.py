@@ -96,6 +96,11 @@ class Group:
         """Tokens that a query sees, itself included, where that is the rule."""
         return self.layer.window if isinstance(self.layer, Attention | Latent) else None
 
+    @cached_property
+    def chunk(self) -> int | None:
+        """Tokens of a chunk, before whose first one none of its queries sees anything, where that is the rule."""
+        return self.layer.chunk if isinstance(self.layer, Attention) else None
+
     @property
     def gives_back(self) -> bool:
         """Whether blocks die before their sequence does."""
@@ -119,9 +124,10 @@ class Group:
         Raises:
             UnsupportedModel: it is of another kind.
         """
-        if not isinstance(self.layer, Attention) or self.layer.chunk is not None or self.layer.indexer is not None:
+        if not isinstance(self.layer, Attention) or self.layer.indexer is not None:
             raise UnsupportedModel(
-                f"{self.name}: the engine runs attention over all tokens or a window; `kvist plan` counts this kind too"
+                f"{self.name}: the engine runs attention over all tokens, a window or chunks; "
+                f"`kvist plan` counts this kind too"
             )
         return self.layer
 
@@ -153,8 +159,8 @@ class Group:
 
     def first_live_block(self, length: int) -> int:
         """First block that the query at position ``length`` still sees; all blocks before it are dead."""
-        if self.lifetime == "chunk":
-            return self._chunk_start(length) // self.block_tokens
+        if self.chunk is not None:
+            return length // self.chunk * self.chunk // self.block_tokens
         window = self.window
         if window is None or length < window:
             return 0
@@ -191,14 +197,14 @@ class Group:
     def peak_blocks(self, length: int, chunk: int) -> int:
         """Most blocks held on the way to ``length`` tokens when at most ``chunk`` of them are in flight at once."""
         all_blocks = self.all_blocks(length)
-        if not self.gives_back:
-            return all_blocks
         block, flight = self.block_tokens, min(chunk, length)
         if self.window is not None:
             return min(all_blocks, (self.window - 1 + flight + block - 2) // block + 1)
-        # The last token of a chunk is still to come; chunks begin at multiples of gcd(chunk, block) into a block.
-        span = self._chunk - 1 + flight
-        return min(all_blocks, -(-(block - gcd(self._chunk, block) + span) // block))
+        if self.chunk is not None:
+            # The last token of a chunk is still to come; chunks begin at multiples of gcd(chunk, block) into a block.
+            span = self.chunk - 1 + flight
+            return min(all_blocks, -(-(block - gcd(self.chunk, block) + span) // block))
+        return all_blocks
 
     def reusable_blocks(self, present: "npt.NDArray[np.bool_]") -> int:
         """Longest prefix, in blocks, after which a sequence can go on with what is ``present``.
@@ -211,10 +217,10 @@ class Group:
             (kept,) = present.nonzero()
             return int(kept[-1]) + 1 if kept.size and self.lifetime == "state" else 0
         (missing,) = (~present).nonzero()
-        if not self.gives_back:
-            return int(missing[0]) if missing.size else len(present)
+        if self.chunk is not None:
+            return self._reusable_chunk(present, self.chunk)
         if self.window is None:
-            return self._reusable_chunk(present)
+            return int(missing[0]) if missing.size else len(present)
         needed = -(-(self.window - 1) // self.block_tokens)
         end = len(present)
         for gap in missing[::-1].tolist():
@@ -223,27 +229,18 @@ class Group:
             end = gap
         return end
 
-    def _reusable_chunk(self, present: "npt.NDArray[np.bool_]") -> int:
+    def _reusable_chunk(self, present: "npt.NDArray[np.bool_]", chunk: int) -> int:
         import numpy as np
 
         ends = np.arange(len(present) + 1)
         last_gap = np.maximum.accumulate(np.concatenate(([-1], np.where(present, -1, ends[:-1]))))
-        needed_from = ends * self.block_tokens // self._chunk * self._chunk // self.block_tokens
+        needed_from = ends * self.block_tokens // chunk * chunk // self.block_tokens
         return int(ends[last_gap < needed_from].max(initial=0))
 
     @cached_property
     def _entry_tokens(self) -> int:
         """Tokens that are stored together, once all are there."""
         return self.layer.ratio if isinstance(self.layer, Compressed) else 1
-
-    @property
-    def _chunk(self) -> int:
-        assert isinstance(self.layer, Attention)
-        assert self.layer.chunk is not None
-        return self.layer.chunk
-
-    def _chunk_start(self, position: int) -> int:
-        return position // self._chunk * self._chunk
 
 
 def groups_of(

@@ -5,6 +5,8 @@ Each sequence's keys are a list of segments, attended one by one and merged by l
     prompt chunk   shared run ─┬─ rest of its past ─ the chunk itself (causal, not read back from the cache)
     decode         shared run ─┘  private tail, its own token included
 
+Chunks of attention (Llama 4) are sequences of their own: a step's spans are cut where one begins.
+
 A run of blocks with which several sequences begin is attended once, by the queries of all of them: one dense
 product without a mask. Private tails are attended in buckets of similar length. Windows have no shared runs: a
 chunk's queries see a band, cut in tiles so that the work does not grow with the context.
@@ -23,7 +25,7 @@ from torch import Tensor
 from kvist.kernels.decoding import Decode, LongTail, Tails, decode_segments
 from kvist.kernels.dense import Scores, attend, merge
 from kvist.kernels.sharing import SharedRun, shared_runs
-from kvist.kernels.spans import Span
+from kvist.kernels.spans import Span, in_chunks
 from kvist.store.layouts import Gathering, Index, PagedKV
 
 # Past keys and values attended at a time by a chunk: a bound on memory, far above where speed changes.
@@ -46,6 +48,8 @@ class AttentionPlan:
         self.store = store
         self.scores = scores
         self.dtype = dtype
+        if store.group.chunk is not None:
+            spans = in_chunks(spans, store.group.chunk, store.block_tokens)
         counts = [span.count for span in spans]
         self.rows = np.concatenate(([0], np.cumsum(counts))).tolist()
         self.tokens = self.rows[-1]

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvist.errors import InputError
 from kvist.kernels.dense import Scores
 from kvist.kernels.sharing import shared_runs
-from kvist.kernels.spans import Span
+from kvist.kernels.spans import Span, in_chunks
 from kvist.store.layouts import PagedKV
 
 _log = logging.getLogger("kvist")
@@ -239,6 +239,8 @@ class PagedPlan:
     def __init__(self, memory: PagedAttention, spans: Sequence[Span]) -> None:
         self.memory = memory
         store = memory.store
+        if store.group.chunk is not None:
+            spans = in_chunks(spans, store.group.chunk, store.block_tokens)
         window = store.group.window
         runs = []
         if window is None and len(spans) > 1:

@@ -63,7 +63,9 @@ def attend(
     start: int,
     scale: float,
     window: int | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of the queries at positions ``start …`` over all earlier positions and their own.
 
@@ -73,7 +75,9 @@ def attend(
         values: likewise.
         scale: of the scores.
         window: a query at position p sees positions > p - window.
+        chunk: a query at position p sees positions from the last multiple of ``chunk`` on.
         softcap: scores become ``softcap x tanh(score / softcap)``.
+        sinks: ``[heads]``, a score that takes part in the softmax and has no value.
 
     Returns:
         ``[queries, heads, dim]`` in the type of ``q``.
@@ -83,10 +87,15 @@ def attend(
     for index in range(queries):
         position = start + index
         first = 0 if window is None else max(0, position - window + 1)
+        if chunk is not None:
+            first = position // chunk * chunk
         for head in range(heads):
             shared = head * keys.shape[0] // heads
             scores = keys[shared, first : position + 1] @ q[index, head] * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            out[index, head] = torch.softmax(scores, dim=0) @ values[shared, first : position + 1]
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1]))
+            weights = torch.softmax(scores, dim=0)[: position + 1 - first]
+            out[index, head] = weights @ values[shared, first : position + 1]
     return out

@@ -1,5 +1,6 @@
 """What a step asks of attention: each sequence's new tokens and where its blocks are."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvist.store.layouts import Index
@@ -15,3 +16,23 @@ class Span:
     table: Index
     start: int
     count: int
+
+
+def in_chunks(spans: Sequence[Span], chunk: int, block_tokens: int) -> list[Span]:
+    """Cut spans where chunks of attention begin, and count their positions and blocks from there.
+
+    No query sees anything before its chunk: each piece is what a sequence of that one chunk would ask.
+
+    Args:
+        spans: in the order of the step's rows, which the pieces keep.
+        chunk: tokens, whole blocks.
+        block_tokens: of a block.
+    """
+    pieces: list[Span] = []
+    for span in spans:
+        end = span.start + span.count
+        for first in range(span.start // chunk * chunk, end, chunk):
+            begin, stop = max(first, span.start), min(first + chunk, end)
+            blocks = span.table[first // block_tokens : -(-stop // block_tokens)]
+            pieces.append(Span(table=blocks, start=begin - first, count=stop - begin))
+    return pieces

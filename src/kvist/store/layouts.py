@@ -215,6 +215,12 @@ def check_format(group: Group) -> None:
             raise InputError(
                 f"{side}: the engine does not store {codec} yet; choose one of {', '.join(CODEC_DTYPES)}", key=side
             )
+    if group.chunk is not None and group.chunk % group.block_tokens:
+        raise InputError(
+            f"{group.name}: chunks of {group.chunk} tokens are not whole blocks of {group.block_tokens}; "
+            f"choose blocks of a divisor of it",
+            key="block_tokens",
+        )
     if group.attention.key_dim != group.attention.value_dim:
         raise InputError(
             f"{group.name}: keys are {group.attention.key_dim} wide, values {group.attention.value_dim}; "

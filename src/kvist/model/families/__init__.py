@@ -54,8 +54,6 @@ def _refusal(spec: ModelSpec, said: str) -> UnsupportedModel:
 def _not_computed(layer: Layer) -> str | None:
     """What a family's function does not look at: it knows its own mechanism, and not all that a layer may keep."""
     match layer:
-        case Attention(chunk=int()):
-            return "attention in chunks"
         case Attention(indexer=Indexer()):
             return "attention with an indexer"
         case _:
