@@ -31,4 +31,20 @@ CASES = {
             "num_experts_per_tok": 4,
         },
     ),
+    # Chunks are 4 blocks; the last layer has no positions; every other one has experts.
+    "llama4": Case(
+        model="Llama4ForCausalLM",
+        config={
+            "num_attention_heads": 10,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "attention_chunk_size": 64,
+            "floor_scale": 40,
+            "attn_scale": 0.3,
+            "intermediate_size": 64,
+            "intermediate_size_mlp": 160,
+            "num_local_experts": 8,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
 }

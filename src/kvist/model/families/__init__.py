@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from kvist.errors import UnsupportedModel
-from kvist.model.families import dense, gpt2, mixtures, qwen3_next
+from kvist.model.families import dense, gpt2, llama4, mixtures, qwen3_next
 from kvist.model.families.keys import Keys
 from kvist.model.network import Network
 from kvist.spec.layers import Attention, Indexer, Layer
@@ -12,6 +12,7 @@ from kvist.spec.model import ModelSpec
 FAMILIES: Mapping[str, Callable[[Keys], Network]] = {
     **dense.FAMILIES,
     **gpt2.FAMILIES,
+    **llama4.FAMILIES,
     **mixtures.FAMILIES,
     **qwen3_next.FAMILIES,
 }

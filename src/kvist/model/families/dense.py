@@ -36,7 +36,7 @@ class Dense:
         interleaved: a head's pairs that are turned together lie side by side, not half a head apart.
         turned: layers with rotary positions: all, those that ``no_rope_layers`` has a 1 for, or those with a window.
         local_rope: layers with a window have the base ``rope_local_base_freq``, and no scaling.
-        experts: the experts of a layer in place of its product, or None where it has the product.
+        experts: what a layer has in place of the product, or None where it has the product.
         parallel: the product sees what the mixer sees, instead of what it has added.
         sinks: attention has them.
         gemma: norms are stored as offsets from one, embeddings are scaled, ``query_pre_attn_scalar`` scales scores.
@@ -45,7 +45,7 @@ class Dense:
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     biases: tuple[str | None, str | None, str | None] = ("attention_bias", "attention_bias", "mlp_bias")
-    head_norm: Literal["each", "all"] | None = None
+    head_norm: Literal["each", "all", "unit"] | None = None
     norms: tuple[str | None, str | None, str | None, str | None] = (
         "input_layernorm", None, "post_attention_layernorm", None,
     )  # fmt: skip
@@ -59,7 +59,7 @@ class Dense:
     parallel: bool = False
     sinks: bool = False
     gemma: bool = False
-    experts: Callable[[Keys, int], Experts | None] = lambda keys, index: None
+    experts: Callable[[Keys, int], Experts | Mlp | None] = lambda keys, index: None
     granite: bool = False
 
 
