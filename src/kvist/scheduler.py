@@ -93,6 +93,7 @@ class Batch:
         others: parts of requests, but for those in ``decoding``.
         preempted: requests that had to give their blocks back, or were swapped out.
         decoding: requests of which the one token is computed that was sampled last; there may be more among the others.
+        starts: the position of that token, for each.
         traffic: what moves between the device and its tiers before the step, or has moved since the last one.
         copies: states to copy before the step, in order.
     """
@@ -100,14 +101,15 @@ class Batch:
     others: list[Chunk]
     preempted: list[Request]
     decoding: list[Request] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
     traffic: Traffic = NO_TRAFFIC
     copies: list[BlockCopy] = field(default_factory=list)
 
     @cached_property
     def chunks(self) -> list[Chunk]:
-        """A part for each request that takes part; to be asked for before the step is committed."""
-        assert all(request.sequence.in_flight for request in self.decoding[:1])
-        return [Chunk(request, request.sequence.length, 1, True) for request in self.decoding] + self.others
+        """A part for each request that takes part; made when it is asked for, as a simulation never does."""
+        decodes = [Chunk(request, start, 1, True) for request, start in zip(self.decoding, self.starts, strict=True)]
+        return decodes + self.others
 
     @property
     def sampling(self) -> list[Request]:
@@ -288,6 +290,7 @@ class Scheduler:
         """Choose what the next step computes, and reserve its memory."""
         chunks: list[Chunk] = []
         decoding: list[Request] = []
+        starts: list[int] = []
         preempted: list[Request] = []
         copies: list[BlockCopy] = []
         budget = self.limits.max_batch_tokens
@@ -297,6 +300,7 @@ class Scheduler:
             stop = self.manager.extend(sequences, index, min(len(sequences), index + budget))
             if stop > index:
                 decoding += self.running[index:stop]
+                starts += [sequence.length for sequence in sequences[index:stop]]
                 budget -= stop - index
                 index = stop
                 continue
@@ -336,7 +340,7 @@ class Scheduler:
             copies += reservation.copies
             budget -= self._schedule(chunks, request, reservation.limit)
         tiers = self.manager.tiers
-        return Batch(chunks, preempted, decoding, tiers.take_traffic() if tiers else NO_TRAFFIC, copies)
+        return Batch(chunks, preempted, decoding, starts, tiers.take_traffic() if tiers else NO_TRAFFIC, copies)
 
     def _attempt(self, request: Request, budget: int) -> "_Attempt":
         manager = self.manager

@@ -177,7 +177,7 @@ class Replica:
         prefills: list[Chunk] = []
         firsts: list[Request] = []
         decodes = len(batch.decoding)
-        decode_tokens = sum([request.sequence.size for request in batch.decoding])
+        decode_tokens = sum(batch.starts) + decodes
         for chunk in batch.others:
             request = chunk.request
             if chunk.count == 1 and chunk.start >= request.prompt_tokens:
