@@ -7,11 +7,11 @@ import torch
 
 from kvist.cache.arena import ArenaLayout
 from kvist.cache.groups import Group
-from kvist.kernels.reference import attend, read_sequence, read_vector
+from kvist.kernels.reference import attend, read_latent, read_sequence, read_vector
 from kvist.kernels.spans import Span
 from kvist.spec.formats import CacheFormat
-from kvist.spec.layers import Attention
-from kvist.store.layouts import PagedKV, Scratch
+from kvist.spec.layers import Attention, Latent
+from kvist.store.layouts import PagedKV, PagedLatents, PagedVectors, Scratch
 
 
 def group_of(
@@ -36,6 +36,16 @@ def group_of(
     )
 
 
+def latent_group_of(*, rank=24, rope=8, layers=2, block_tokens=4, codec="f32") -> Group:
+    return Group(
+        name="latent",
+        layer=Latent(rank=rank, rope_dim=rope),
+        layers=tuple(range(layers)),
+        block_tokens=block_tokens,
+        format=CacheFormat(key=codec, value=codec),
+    )
+
+
 def poisoned_arena(layout: ArenaLayout, group: Group) -> torch.Tensor:
     """What no token has written holds large numbers, or, where the codecs differ, bytes that read as NaN."""
     arena = torch.empty(layout.total_bytes, dtype=torch.uint8)
@@ -52,7 +62,7 @@ class Scene:
     group: Group
     layout: ArenaLayout
     arena: torch.Tensor
-    store: PagedKV
+    store: PagedVectors
     spans: list[Span]
 
     def expected(
@@ -110,14 +120,25 @@ def make_scene(
         dead = group.first_live_block(start)
         for position in range(blocks * size, start):
             for layer in range(len(group.layers)):
-                for head in range(group.layer.kv_heads):
-                    for vector in read_vector(
-                        arena, group, layout, 0,
-                        layer=layer, head=head, block=int(table[position // size]), slot=position % size,
-                    ):  # fmt: skip
-                        vector.copy_(torch.randn(vector.shape, generator=generator))
+                block, slot = int(table[position // size]), position % size
+                for vector in vectors_at(arena, group, layout, layer=layer, block=block, slot=slot):
+                    vector.copy_(torch.randn(vector.shape, generator=generator))
         whole.append(table.copy())
         if group.gives_back:
             table[:dead] = -1
         spans.append(Span(table=table, start=start, count=count))
-    return Scene(group, layout, arena, PagedKV(arena, group, layout, 0, Scratch()), spans)
+    kind = PagedLatents if isinstance(group.layer, Latent) else PagedKV
+    return Scene(group, layout, arena, kind(arena, group, layout, 0, Scratch()), spans)
+
+
+def vectors_at(
+    arena: torch.Tensor, group: Group, layout: ArenaLayout, *, layer: int, block: int, slot: int
+) -> list[torch.Tensor]:
+    """All that a layer stores of one token, by the reference."""
+    if isinstance(group.layer, Latent):
+        return [read_latent(arena, group, layout, 0, layer=layer, block=block, slot=slot)]
+    return [
+        vector
+        for head in range(group.layer.kv_heads)
+        for vector in read_vector(arena, group, layout, 0, layer=layer, head=head, block=block, slot=slot)
+    ]

@@ -41,11 +41,13 @@ class Case:
         model: transformers' class, such as ``LlamaForCausalLM``.
         config: what differs from :data:`COMMON`; a value of None leaves a key out.
         spread: deviation of the random weights: large enough that attention chooses and experts differ.
+        nulls: keys that are there and say nothing.
     """
 
     model: str
     config: Mapping[str, Any] = field(default_factory=dict)
     spread: float = 0.12
+    nulls: tuple[str, ...] = ()
 
 
 @dataclass
@@ -65,6 +67,7 @@ def build(case: Case, directory: Path) -> Served:
 
     network = getattr(transformers, case.model)
     keys = {key: value for key, value in {**COMMON, **case.config}.items() if value is not None}
+    keys |= dict.fromkeys(case.nulls)
     config = network.config_class(**keys)
     config._attn_implementation = "eager"
     torch.manual_seed(5)

@@ -8,11 +8,12 @@ import pytest
 import served_delta
 import served_dense
 import served_experts
+import served_latent
 from served import Case, Served, Session, build, prompts_of
 
 pytest.importorskip("transformers")
 
-CASES: dict[str, Case] = {**served_dense.CASES, **served_delta.CASES, **served_experts.CASES}
+CASES: dict[str, Case] = {**served_delta.CASES, **served_dense.CASES, **served_experts.CASES, **served_latent.CASES}
 RELATIVE = 1e-4
 
 

@@ -131,6 +131,19 @@ class Group:
             )
         return self.layer
 
+    @property
+    def latent(self) -> Latent:
+        """The layer, where it is a latent: what the engine computes.
+
+        Raises:
+            UnsupportedModel: it is of another kind.
+        """
+        if not isinstance(self.layer, Latent) or self.layer.window is not None or self.layer.indexer is not None:
+            raise UnsupportedModel(
+                f"{self.name}: the engine runs latents over all tokens; `kvist plan` counts this kind too"
+            )
+        return self.layer
+
     @cached_property
     def token_bytes(self) -> int:
         """Bytes of one token in all layers of the group; amortised, and rounded down, where tokens share bytes."""

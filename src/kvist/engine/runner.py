@@ -17,16 +17,21 @@ from kvist.errors import DoesNotFit
 from kvist.kernels.attention import PagedMemory
 from kvist.kernels.cpu import PagedAttention
 from kvist.kernels.dense import Scores
+from kvist.kernels.latent import LatentMemory
 from kvist.kernels.sharing import sharing_order
 from kvist.kernels.spans import Span
 from kvist.model.decoder import Decoder, Step
+from kvist.model.mixers.latent import LatentAttention
 from kvist.model.mixers.places import Plan
 from kvist.model.weights import dtype_named
 from kvist.scheduler import Batch, Chunk
+from kvist.spec.layers import Latent
 from kvist.spec.model import ModelSpec
-from kvist.store.layouts import Index, PagedKV, Scratch, check_format
+from kvist.store.layouts import Index, PagedKV, PagedLatents, Scratch, check_format
 from kvist.store.states import StateSpan, StateStore
 from kvist.units import format_size
+
+Memory = PagedMemory | PagedAttention | LatentMemory | StateStore
 
 _LARGE_PAGE = 2 * 2**20
 
@@ -82,11 +87,16 @@ class Runner:
                 source, target = (self._offset(copy.group, block) for block in (copy.source, copy.target))
                 self.arena[target : target + size] = self.arena[source : source + size]
 
-    def _memory(self, group: Group, number: int, scratch: Scratch) -> PagedMemory | PagedAttention | StateStore:
+    def _memory(self, group: Group, number: int, scratch: Scratch) -> Memory:
         """The group's memory as its layers see it: compiled kernels' where there are any and they can."""
         if group.lifetime == "state":
             return StateStore(self.arena, group, self.layout, number)
         decoder = self.decoder
+        if isinstance(group.layer, Latent):
+            mixers = [decoder.network.blocks[layer].mixer for layer in group.layers]
+            (scale,) = {net.scale for net in mixers if isinstance(net, LatentAttention)}
+            latents = PagedLatents(self.arena, group, self.layout, number, scratch)
+            return LatentMemory(latents, Scores(scale=scale), decoder.dtype)
         store = PagedKV(self.arena, group, self.layout, number, scratch)
         nets = [net for layer in group.layers for net in decoder.network.blocks[layer].attention]
         (scores,) = {Scores(scale=net.scale, softcap=net.softcap) for net in nets}
@@ -129,9 +139,7 @@ class Runner:
             sampled=torch.from_numpy(sampled),
         )
 
-    def _plan(
-        self, memory: PagedMemory | PagedAttention | StateStore, tables: Sequence[Index], chunks: Sequence[Chunk]
-    ) -> Plan:
+    def _plan(self, memory: Memory, tables: Sequence[Index], chunks: Sequence[Chunk]) -> Plan:
         parts = list(zip(tables, chunks, strict=True))
         if isinstance(memory, StateStore):
             return memory.plan([StateSpan(table=t, start=chunk.start, count=chunk.count) for t, chunk in parts])

@@ -26,7 +26,7 @@ from kvist.kernels.decoding import Decode, LongTail, Tails, decode_segments
 from kvist.kernels.dense import Scores, attend, merge
 from kvist.kernels.sharing import SharedRun, shared_runs
 from kvist.kernels.spans import Span, in_chunks
-from kvist.store.layouts import Gathering, Index, PagedKV
+from kvist.store.layouts import Gathering, Index, PagedVectors
 
 # Past keys and values attended at a time by a chunk: a bound on memory, far above where speed changes.
 _DENSE_BYTES = 16 * 2**20
@@ -44,16 +44,15 @@ class AttentionPlan:
         dtype: of queries, keys and values.
     """
 
-    def __init__(self, store: PagedKV, spans: Sequence[Span], scores: Scores, dtype: torch.dtype) -> None:
+    def __init__(self, store: PagedVectors, spans: Sequence[Span], scores: Scores, dtype: torch.dtype) -> None:
         self.store = store
         self.scores = scores
         self.dtype = dtype
         if store.group.chunk is not None:
             spans = in_chunks(spans, store.group.chunk, store.block_tokens)
-        counts = [span.count for span in spans]
-        self.rows = np.concatenate(([0], np.cumsum(counts))).tolist()
+        self.rows = np.concatenate(([0], np.cumsum([span.count for span in spans]))).tolist()
         self.tokens = self.rows[-1]
-        self.where = self._new_vectors(spans, counts)
+        self.where = new_vectors(store, spans)
         window = store.group.window
         runs: list[SharedRun] = []
         if window is None:
@@ -82,18 +81,6 @@ class AttentionPlan:
             blocks = spans[run.first_span].table[run.first_block : run.end_block]
             self._dense(blocks, len(blocks) * store.block_tokens, self.rows[run.first_span], self.rows[run.end_span])
 
-    def _new_vectors(self, spans: Sequence[Span], counts: list[int]) -> list[Tensor]:
-        size = self.store.block_tokens
-        if self.tokens == len(spans):
-            positions = np.array([span.start for span in spans])
-            blocks = np.array([span.table[span.start // size] for span in spans])
-        else:
-            positions = np.concatenate([np.arange(span.start, span.start + span.count) for span in spans])
-            blocks = np.concatenate(
-                [span.table[np.arange(span.start, span.start + span.count) // size] for span in spans]
-            )
-        return self.store.vectors(blocks, positions % size)
-
     def _past(self, span: Span, shared_blocks: int, row: int, end: int) -> None:
         """Everything before a chunk that it does not attend together with others."""
         size = self.store.block_tokens
@@ -120,7 +107,10 @@ class AttentionPlan:
             ``[tokens, repeats x kv_heads x dim]``.
         """
         self.store.append(slot, kv, self.where)
-        kv = self.store.rounded(kv)
+        return self.over(slot, q, self.store.rounded(kv), sinks)
+
+    def over(self, slot: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Attend, as :meth:`attend`; keys and values are stored already, and ``kv`` are as they will be read."""
         kept = bool(self.others) or sinks is not None
         if len(self.first) == 1:
             out, lse = self.first[0].run(slot, q, kv)
@@ -149,6 +139,18 @@ class AttentionPlan:
         return out.reshape(self.tokens, -1)
 
 
+def new_vectors(store: PagedVectors, spans: Sequence[Span]) -> list[Tensor]:
+    """Where the new vectors of a step lie, as :meth:`PagedVectors.append` wants it."""
+    size = store.block_tokens
+    if all(span.count == 1 for span in spans):
+        positions = np.array([span.start for span in spans])
+        blocks = np.array([span.table[span.start // size] for span in spans])
+    else:
+        positions = np.concatenate([np.arange(span.start, span.start + span.count) for span in spans])
+        blocks = np.concatenate([span.table[np.arange(span.start, span.start + span.count) // size] for span in spans])
+    return store.vectors(blocks, positions % size)
+
+
 class PagedMemory:
     """One group's memory as PyTorch's operators read it.
 
@@ -158,7 +160,7 @@ class PagedMemory:
         dtype: of queries, keys and values.
     """
 
-    def __init__(self, store: PagedKV, scores: Scores, dtype: torch.dtype) -> None:
+    def __init__(self, store: PagedVectors, scores: Scores, dtype: torch.dtype) -> None:
         self.store = store
         self.scores = scores
         self.dtype = dtype
@@ -198,10 +200,10 @@ class _Own:
 
     def run(self, slot: int, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
         scores = self.plan.scores
-        heads = self.plan.store.kv_heads
         part = q[self.rows].permute(1, 2, 0, 3)
         new = kv[self.rows].permute(1, 0, 2)[None].expand(len(part), -1, -1, -1)
-        out, lse = attend(part, new[:, :heads], new[:, heads:], scores, causal=True)
+        keys, values = self.plan.store.sides(new)
+        out, lse = attend(part, keys, values, scores, causal=True)
         return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
 
 
@@ -234,11 +236,9 @@ class _Band:
 
     def run(self, slot: int, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
         plan = self.plan
-        heads = plan.store.kv_heads
         part = q[self.rows]
-        count, repeats, _, dim = part.shape
-        own = kv[self.rows].transpose(0, 1)
-        keys, values = own[:heads], own[heads:]
+        count, repeats, heads, dim = part.shape
+        keys, values = (side[0] for side in plan.store.sides(kv[self.rows].transpose(0, 1)[None]))
         if self.gathering is not None:
             past_keys, past_values = self.gathering.read(slot)
             keys = torch.cat((past_keys[0], keys), dim=1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvist.kernels.dense import Scores, attend, merge_all
-from kvist.store.layouts import Gathering, Index, PagedKV
+from kvist.store.layouts import Gathering, Index, PagedVectors
 
 # Keys and values gathered at a time: while they stay in the caches of the cores, reading them again is cheap.
 _GATHER_BYTES = 2 * 2**20
@@ -37,7 +37,7 @@ class Decode:
 
 
 def decode_segments(
-    decodes: list[Decode], store: PagedKV, scores: Scores, dtype: torch.dtype, rows: int
+    decodes: list[Decode], store: PagedVectors, scores: Scores, dtype: torch.dtype, rows: int
 ) -> "list[Tails | LongTail]":
     """Group decodes of similar length; inside a group rows keep their order.
 
@@ -70,7 +70,7 @@ class Tails:
     """Decodes of similar length, each over its own blocks."""
 
     def __init__(
-        self, bucket: list[Decode], store: PagedKV, scores: Scores, dtype: torch.dtype, step_rows: int
+        self, bucket: list[Decode], store: PagedVectors, scores: Scores, dtype: torch.dtype, step_rows: int
     ) -> None:
         self.scores = scores
         size = store.block_tokens
@@ -119,7 +119,7 @@ class Tails:
 class LongTail:
     """A lone decode over many tokens: pieces gathered one after another, each cut in parts that threads share."""
 
-    def __init__(self, decode: Decode, store: PagedKV, scores: Scores, dtype: torch.dtype) -> None:
+    def __init__(self, decode: Decode, store: PagedVectors, scores: Scores, dtype: torch.dtype) -> None:
         self.scores = scores
         self.rows: slice | Tensor = slice(decode.row, decode.row + 1)
         size = store.block_tokens
@@ -133,7 +133,7 @@ class LongTail:
         ]
 
     @staticmethod
-    def suits(decode: Decode, store: PagedKV, dtype: torch.dtype) -> bool:
+    def suits(decode: Decode, store: PagedVectors, dtype: torch.dtype) -> bool:
         """Whether cutting is possible, and worth its extra operators."""
         plain = store.uniform and store.parts[0].dtype == dtype and decode.begin % store.block_tokens == 0
         long = decode.length * store.token_bytes > _GATHER_BYTES
@@ -158,7 +158,7 @@ class LongTail:
 class _Piece:
     """Some blocks of one sequence, viewed as a batch of equal parts; the last part may end in hidden slots."""
 
-    def __init__(self, store: PagedKV, blocks: Index, left: int, parts: int, dtype: torch.dtype) -> None:
+    def __init__(self, store: PagedVectors, blocks: Index, left: int, parts: int, dtype: torch.dtype) -> None:
         held = min(len(blocks) * store.block_tokens, left)
         # A part must hold at least one token: the mean of none is not a number.
         self.parts = parts = parts if (parts - 1) * -(-held // parts) < held else 1
@@ -176,7 +176,7 @@ class _Piece:
             self.mask.view(-1)[held:] = float("-inf")
 
 
-def _parts(store: PagedKV, tokens: int) -> int:
+def _parts(store: PagedVectors, tokens: int) -> int:
     """In how many parts ``tokens`` are cut, so that the heads of all parts divide among the threads.
 
     A power of two that divides a block: the slots that fill the last part up then lie in the sequence's own blocks.

@@ -55,6 +55,50 @@ def read_sequence(
     return keys, values
 
 
+def read_latent(
+    arena: Tensor, group: Group, layout: ArenaLayout, ordinal: int, *, layer: int, block: int, slot: int
+) -> Tensor:
+    """Read the latent of one token, as :func:`read_vector` reads keys and values."""
+    per_slab = layout.blocks_per_slab[ordinal]
+    base = (block // per_slab) * layout.slab_bytes + (block % per_slab) * group.block_bytes
+    size = group.format.key_codec.vector_bytes(group.latent.rank + group.latent.rope_dim)
+    at = base + (layer * group.block_tokens + slot) * size
+    return arena[at : at + size].view(CODEC_DTYPES[group.format.key])
+
+
+def read_latents(
+    arena: Tensor, group: Group, layout: ArenaLayout, ordinal: int, *, layer: int, table: np.ndarray, length: int
+) -> Tensor:
+    """Read all latents of a sequence, token by token: float64 ``[length, rank + rope_dim]``."""
+    places = [(int(table[position // group.block_tokens]), position % group.block_tokens) for position in range(length)]
+    return torch.stack(
+        [
+            read_latent(arena, group, layout, ordinal, layer=layer, block=block, slot=slot).double()
+            for block, slot in places
+        ]
+    )
+
+
+def expand(stored: Tensor, to_keys: Tensor, to_values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of every head from latents.
+
+    Args:
+        stored: ``[length, rank + rope_dim]``.
+        to_keys: ``[heads, nope, rank]``.
+        to_values: ``[heads, value, rank]``.
+
+    Returns:
+        ``[heads, length, nope + rope_dim]`` and ``[heads, length, value]``.
+    """
+    rank = to_keys.shape[2]
+    keys, values = [], []
+    for head in range(len(to_keys)):
+        made = stored[:, :rank] @ to_keys[head].T
+        keys.append(torch.cat((made, stored[:, rank:]), dim=1))
+        values.append(stored[:, :rank] @ to_values[head].T)
+    return torch.stack(keys), torch.stack(values)
+
+
 def attend(
     q: Tensor,
     keys: Tensor,
@@ -72,7 +116,7 @@ def attend(
     Args:
         q: ``[queries, heads, dim]``; query heads ``h`` share the KV head ``h // (heads / kv_heads)``.
         keys: ``[kv_heads, length, dim]``, ``length >= start + queries``.
-        values: likewise.
+        values: ``[kv_heads, length, value]``.
         scale: of the scores.
         window: a query at position p sees positions > p - window.
         chunk: a query at position p sees positions from the last multiple of ``chunk`` on.
@@ -80,10 +124,10 @@ def attend(
         sinks: ``[heads]``, a score that takes part in the softmax and has no value.
 
     Returns:
-        ``[queries, heads, dim]`` in the type of ``q``.
+        ``[queries, heads, value]`` in the type of ``q``.
     """
     queries, heads, _ = q.shape
-    out = torch.empty_like(q)
+    out = q.new_empty(queries, heads, values.shape[2])
     for index in range(queries):
         position = start + index
         first = 0 if window is None else max(0, position - window + 1)

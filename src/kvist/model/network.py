@@ -199,7 +199,8 @@ class Network:
         logits_scale: factor of the logits.
         norm_offset: added to the multipliers of norms in safetensors (Gemma publishes them as offsets from one).
         parts: where a tensor lies in safetensors.
-        ignored: endings of stored names that are no part of the network: buffers, draft layers.
+        ignored: endings of stored names that are no part of the network, such as buffers.
+        drafts: beginnings of names of draft layers, which are no part of it either.
     """
 
     vocab: int
@@ -216,6 +217,7 @@ class Network:
     norm_offset: float = 0.0
     parts: Callable[[str], Part] = whole
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    drafts: tuple[str, ...] = ()
 
     @property
     def tied(self) -> bool:

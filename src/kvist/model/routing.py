@@ -100,7 +100,7 @@ class Router:
 
     def _of_best_groups(self, choice: Tensor) -> Tensor:
         net = self.net
-        groups = choice.view(len(choice), net.groups, -1)
+        groups = choice.view(len(choice), net.groups, choice.shape[1] // net.groups)
         worth = groups.topk(net.group_best).values.sum(-1)
         left_out = worth.topk(net.groups - net.kept_groups, largest=False).indices
         hidden = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, left_out, True)

@@ -184,7 +184,7 @@ class SafetensorsTensors:
             raise UnsupportedModel(f"{directory}: holds no .safetensors file")
         self.name = str(directory)
         self.headers = headers.tensors
-        self.parts, self.ignored = network.parts, network.ignored
+        self.parts, self.ignored, self.drafts = network.parts, network.ignored, network.drafts
         stored = network.parts(network.embedding).name
         # The decoder's own prefix, such as ``model.``, and what the embedding is called below it.
         last = ".".join(stored.rsplit(".", 2)[-2:])
@@ -249,6 +249,8 @@ class SafetensorsTensors:
 
     def names(self) -> Iterable[str]:
         """See :class:`Tensors`."""
+        drafts = tuple(self.stored(beginning) for beginning in self.drafts)
         for stored in self.headers:
-            if stored.startswith(self.prefix) and not stored.endswith(self.ignored):
+            ignored = stored.endswith(self.ignored) or stored.startswith(drafts)
+            if stored.startswith(self.prefix) and not ignored:
                 yield stored

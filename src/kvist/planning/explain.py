@@ -4,10 +4,11 @@ from collections.abc import Iterable, Iterator
 from fractions import Fraction
 
 from kvist.errors import InputError
-from kvist.planning.explain_layers import config_keys, explain_vectors, terms_of
+from kvist.planning.explain_layers import config_keys, expanded_of, explain_vectors, terms_of
 from kvist.planning.explained import Explained
 from kvist.planning.plan import Plan
 from kvist.planning.weights import weights_of
+from kvist.spec.rates import spread
 from kvist.units import counted
 
 
@@ -53,6 +54,20 @@ def _tokens(plan: Plan) -> Iterator[Explained]:
         or "no layer grows past its window",
         source="append, without the layers that have a window",
     )
+    expanded = expanded_of(plan.spec, plan.layers, fmt)
+    if expanded is not None:
+        yield Explained(
+            what="expanded, bytes a token",
+            value=expanded.size,
+            formula=expanded.formula,
+            source=f"{expanded.source}: the keys and values of all heads, for which the latents stand",
+        )
+        yield Explained(
+            what="expanded, times the latents",
+            value=spread(expanded.size, expanded.latent_size),
+            formula=f"{expanded.size:,} / {expanded.latent_size:,} B",
+            source="what keeping them would take, by what keeping latents does",
+        )
     if plan.indexer_bytes_per_token:
         yield Explained(
             what="of append, indexer keys",

@@ -20,6 +20,8 @@ _KEYS = (
 # What is not asked where the more exact key is there.
 _IMPLIED = {"num_attention_heads": "num_key_value_heads", "hidden_size": "head_dim"}
 _MOST_KEYS = 6
+# What the keys and values are made for that latents stand for; the rotary width is the layer's.
+_HEADS = ("num_attention_heads", "qk_nope_head_dim", "v_head_dim")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,23 @@ class Vector:
     source: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Expanded:
+    """What a token of latents would take as keys and values of every head.
+
+    Attributes:
+        size: bytes of a token.
+        latent_size: bytes of its latents, without an indexer's keys.
+        formula: of ``size``.
+        source: keys of the configuration.
+    """
+
+    size: int
+    latent_size: int
+    formula: str
+    source: str
+
+
 def terms_of(rows: Sequence[LayerRow], fmt: CacheFormat, *, cross: bool = False) -> list[Term]:
     """The products whose sum is a model's bytes; with ``cross`` those of its encoder instead."""
     return [
@@ -74,6 +93,26 @@ def terms_of(rows: Sequence[LayerRow], fmt: CacheFormat, *, cross: bool = False)
         if isinstance(layer, Cross) == cross
         for term in _terms(layer, row.count, fmt)
     ]
+
+
+def expanded_of(spec: ModelSpec, rows: Sequence[LayerRow], fmt: CacheFormat) -> Expanded | None:
+    """What latents stand for; None where there are none, or where the configuration leaves the heads' widths out."""
+    latents = [
+        (leaf, row.count) for row in rows for leaf in _leaves(row.layer) if isinstance(leaf, Latent) and leaf.rank
+    ]
+    found = [value for key in _HEADS if type(value := spec.config.get(key)) is int and value > 0]
+    # Latents in a window have heads of their own, under keys of their own.
+    if not latents or len(found) != len(_HEADS) or any(latent.window is not None for latent, _ in latents):
+        return None
+    heads, nope, value = found
+    terms, size, latent_size = [], 0, 0
+    for latent, count in latents:
+        key_bytes = fmt.key_codec.vector_bytes(nope + latent.rope_dim)
+        value_bytes = fmt.value_codec.vector_bytes(value)
+        terms.append(f"{counted(count, 'layer')} x {counted(heads, 'head')} x ({key_bytes} + {value_bytes} B)")
+        size += count * heads * (key_bytes + value_bytes)
+        latent_size += count * latent.token_bytes(fmt)
+    return Expanded(size=size, latent_size=latent_size, formula=" + ".join(terms), source=", ".join(_HEADS))
 
 
 def _leaves(layer: Layer) -> Iterator[Layer]:

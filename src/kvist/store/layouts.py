@@ -1,4 +1,4 @@
-"""The keys and values of a group of layers inside the arena: append a step's tokens, gather whole blocks.
+"""The keys and values, or latents, of a group of layers inside the arena: append a step's tokens, gather whole blocks.
 
 The arena is one flat buffer of bytes. Inside it, one head of one layer of one block is a *run* of ``block_tokens``
 vectors (see :mod:`kvist.cache.groups`); every run begins at a multiple of the group's *unit*, the greatest common
@@ -24,6 +24,7 @@ from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.errors import InputError
 from kvist.spec.formats import Codec
+from kvist.spec.layers import Latent
 
 CODEC_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
@@ -49,14 +50,16 @@ class Scratch:
 class _Part:
     """Heads that share a codec and a width: all of a layer's keys and values, or one of the two."""
 
-    def __init__(self, arena: Tensor, group: Group, codec: Codec, *, unit: int, heads: int, first: int) -> None:
+    def __init__(
+        self, arena: Tensor, group: Group, codec: Codec, *, unit: int, heads: int, dim: int, first: int
+    ) -> None:
         self.dtype = CODEC_DTYPES[codec.name]
         self.heads = heads
-        self.dim = group.attention.key_dim
+        self.dim = dim
         item = self.dtype.itemsize
         vector = self.dim * item
         run = vector * group.block_tokens
-        layer_bytes = group.block_tokens * group.attention.token_bytes(group.format)
+        layer_bytes = group.block_bytes // len(group.layers)
         self.run_units = run // unit
         # Vectors may begin at finer steps than runs.
         self.step = gcd(unit, vector)
@@ -74,45 +77,58 @@ class _Part:
             self.vector_views.append(flat.as_strided((rows, self.dim), (self.step // item, 1), offset // item))
 
 
-class PagedKV:
-    """One group's keys and values in the arena.
+class PagedVectors:
+    """One group's vectors in the arena: what keys and values have in common with latents.
 
     Args:
         arena: uint8 ``[layout.total_bytes]``.
         ordinal: of the group in the layout.
         scratch: shared by the groups of a runner.
+        kv_heads: that queries share.
+        dim: of a vector.
+        runs: bytes of the runs of one head.
+
+    Attributes:
+        parts: set by what is stored.
+        uniform: whether one part holds all.
 
     Raises:
         InputError: the group's format is not computed with yet.
     """
 
-    def __init__(self, arena: Tensor, group: Group, layout: ArenaLayout, ordinal: int, scratch: Scratch) -> None:
+    parts: "tuple[_Part, ...]"
+    uniform: bool
+
+    def __init__(
+        self,
+        arena: Tensor,
+        group: Group,
+        layout: ArenaLayout,
+        ordinal: int,
+        scratch: Scratch,
+        *,
+        kv_heads: int,
+        dim: int,
+        runs: tuple[int, ...],
+    ) -> None:
         check_format(group)
         self.group = group
-        self.kv_heads = group.attention.kv_heads
-        self.dim = group.attention.key_dim
+        self.kv_heads = kv_heads
+        self.dim = dim
         self.block_tokens = group.block_tokens
         # Of one layer.
-        self.token_bytes = group.attention.token_bytes(group.format)
+        self.token_bytes = group.token_bytes // len(group.layers)
         self.blocks_per_slab = layout.blocks_per_slab[ordinal]
-        key_run, value_run = group.head_run_bytes
         self.slab_bytes = layout.slab_bytes
         self.address = arena.data_ptr()
-        self.unit = gcd(layout.slab_bytes, group.block_bytes, key_run, value_run)
+        self.unit = gcd(layout.slab_bytes, group.block_bytes, *runs)
         self.slab_units = layout.slab_bytes // self.unit
         self.block_units = group.block_bytes // self.unit
         self.scratch = scratch
-        self.uniform = group.format.key == group.format.value
-        key, value = group.format.key_codec, group.format.value_codec
-        heads = self.kv_heads
-        self.parts: tuple[_Part, ...]
-        if self.uniform:
-            self.parts = (_Part(arena, group, key, unit=self.unit, heads=2 * heads, first=0),)
-        else:
-            self.parts = (
-                _Part(arena, group, key, unit=self.unit, heads=heads, first=0),
-                _Part(arena, group, value, unit=self.unit, heads=heads, first=heads * key_run),
-            )
+
+    def sides(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values in vectors ``[…, heads, …]`` as they are stored, whose heads are the second dimension."""
+        raise NotImplementedError
 
     def vectors(self, blocks: Index, slots: Index) -> list[Tensor]:
         """Where one vector a token and head lies, for :meth:`append`: int64 ``[tokens, heads]`` a part.
@@ -140,7 +156,7 @@ class PagedKV:
 
         Args:
             slot: the layer's place in the group.
-            kv: ``[tokens, 2 x kv_heads, dim]``, the heads' keys, then their values.
+            kv: ``[tokens, heads, dim]``, all that is stored: the heads' keys, then their values, or latents.
             where: of :meth:`vectors`.
         """
         for number, (part, index) in enumerate(zip(self.parts, where, strict=True)):
@@ -157,6 +173,46 @@ class PagedKV:
         return torch.cat([half.to(p.dtype).to(kv.dtype) for half, p in zip(halves, self.parts, strict=True)], dim=1)
 
 
+class PagedKV(PagedVectors):
+    """Keys and values of one group; arguments and errors as of :class:`PagedVectors`."""
+
+    def __init__(self, arena: Tensor, group: Group, layout: ArenaLayout, ordinal: int, scratch: Scratch) -> None:
+        check_format(group)
+        heads, dim, runs = group.attention.kv_heads, group.attention.key_dim, group.head_run_bytes
+        super().__init__(arena, group, layout, ordinal, scratch, kv_heads=heads, dim=dim, runs=runs)
+        self.uniform = group.format.key == group.format.value
+        key, value = group.format.key_codec, group.format.value_codec
+        if self.uniform:
+            self.parts = (_Part(arena, group, key, unit=self.unit, heads=2 * heads, dim=dim, first=0),)
+        else:
+            self.parts = (
+                _Part(arena, group, key, unit=self.unit, heads=heads, dim=dim, first=0),
+                _Part(arena, group, value, unit=self.unit, heads=heads, dim=dim, first=heads * runs[0]),
+            )
+
+    def sides(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+        """The heads' keys, then their values."""
+        return stored[:, : self.kv_heads], stored[:, self.kv_heads :]
+
+
+class PagedLatents(PagedVectors):
+    """Latents of one group: one vector a token, key and value of every head (:class:`kvist.spec.layers.Latent`).
+
+    Arguments and errors as of :class:`PagedVectors`.
+    """
+
+    def __init__(self, arena: Tensor, group: Group, layout: ArenaLayout, ordinal: int, scratch: Scratch) -> None:
+        dim = group.latent.rank + group.latent.rope_dim
+        run = group.block_bytes // len(group.layers)
+        super().__init__(arena, group, layout, ordinal, scratch, kv_heads=1, dim=dim, runs=(run,))
+        self.uniform = True
+        self.parts = (_Part(arena, group, group.format.key_codec, unit=self.unit, heads=1, dim=dim, first=0),)
+
+    def sides(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+        """The same vectors twice: a latent's value is its beginning, and whoever attends cuts it out."""
+        return stored, stored
+
+
 class Gathering:
     """Whole blocks of some sequences, to be read layer by layer; index and target are made once a step.
 
@@ -167,7 +223,7 @@ class Gathering:
         seen: tokens of the blocks that are wanted.
     """
 
-    def __init__(self, store: PagedKV, blocks: Index, dtype: torch.dtype, seen: slice = slice(None)) -> None:
+    def __init__(self, store: PagedVectors, blocks: Index, dtype: torch.dtype, seen: slice = slice(None)) -> None:
         self.parts = store.parts
         self.dtype = dtype
         units = store.units(blocks)
@@ -183,7 +239,7 @@ class Gathering:
             self.rows.append(rows)
             views.append(rows.view(sequences, part.heads, count * store.block_tokens, store.dim)[:, :, seen])
         if store.uniform:
-            self.keys, self.values = views[0][:, : store.kv_heads], views[0][:, store.kv_heads :]
+            self.keys, self.values = store.sides(views[0])
         else:
             self.keys, self.values = views
         self.converted = any(part.dtype != dtype for part in self.parts)
@@ -197,7 +253,8 @@ class Gathering:
         for part, index, rows in zip(self.parts, self.indices, self.rows, strict=True):
             torch.index_select(part.run_views[slot], 0, index, out=rows)
         if self.converted:
-            return self.keys.to(self.dtype), self.values.to(self.dtype)
+            keys = self.keys.to(self.dtype)
+            return keys, keys if self.values is self.keys else self.values.to(self.dtype)
         return self.keys, self.values
 
 
@@ -209,12 +266,15 @@ def check_format(group: Group) -> None:
     """
     if group.lifetime == "state":
         return
-    for side in ("key", "value"):
+    for side in ("key",) if isinstance(group.layer, Latent) else ("key", "value"):
         codec = getattr(group.format, side)
         if codec not in CODEC_DTYPES:
             raise InputError(
                 f"{side}: the engine does not store {codec} yet; choose one of {', '.join(CODEC_DTYPES)}", key=side
             )
+    if isinstance(group.layer, Latent):
+        group.latent  # noqa: B018 (refuses windows and indexers)
+        return
     if group.chunk is not None and group.chunk % group.block_tokens:
         raise InputError(
             f"{group.name}: chunks of {group.chunk} tokens are not whole blocks of {group.block_tokens}; "

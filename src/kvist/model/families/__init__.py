@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 
 from kvist.errors import UnsupportedModel
-from kvist.model.families import dense, gpt2, llama4, mixtures, qwen3_next
+from kvist.model.families import deepseek, dense, gpt2, llama4, mixtures, qwen3_next
 from kvist.model.families.keys import Keys
 from kvist.model.network import Network
-from kvist.spec.layers import Attention, Indexer, Layer
+from kvist.spec.layers import Attention, Indexer, Latent, Layer
 from kvist.spec.model import ModelSpec
 
 FAMILIES: Mapping[str, Callable[[Keys], Network]] = {
@@ -15,6 +15,7 @@ FAMILIES: Mapping[str, Callable[[Keys], Network]] = {
     **llama4.FAMILIES,
     **mixtures.FAMILIES,
     **qwen3_next.FAMILIES,
+    **deepseek.FAMILIES,
 }
 
 
@@ -55,7 +56,9 @@ def _refusal(spec: ModelSpec, said: str) -> UnsupportedModel:
 def _not_computed(layer: Layer) -> str | None:
     """What a family's function does not look at: it knows its own mechanism, and not all that a layer may keep."""
     match layer:
-        case Attention(indexer=Indexer()):
+        case Attention(indexer=Indexer()) | Latent(indexer=Indexer()):
             return "attention with an indexer"
+        case Latent(window=int()):
+            return "latents in a window"
         case _:
             return None

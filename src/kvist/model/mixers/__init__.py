@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvist.model.mixers.attention import AttentionMixer
 from kvist.model.mixers.gated_delta import GatedDelta, GatedDeltaMixer
+from kvist.model.mixers.latent import LatentAttention, LatentMixer
 from kvist.model.mixers.places import Pass, Places
 from kvist.model.network import SelfAttention
 from kvist.model.weights import Checkpoint
@@ -24,6 +25,7 @@ class Mixer(Protocol):
 _MIXERS: Mapping[type, Callable[[Checkpoint, Any, Places], Mixer]] = {
     SelfAttention: AttentionMixer,
     GatedDelta: GatedDeltaMixer,
+    LatentAttention: LatentMixer,
 }
 
 

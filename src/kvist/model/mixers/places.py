@@ -8,11 +8,12 @@ from torch import Tensor
 from kvist.cache.groups import Group
 from kvist.kernels.attention import AttentionPlan
 from kvist.kernels.cpu import PagedPlan
+from kvist.kernels.latent import LatentPlan
 from kvist.model.rotary import FusedRotation, Rotation
 from kvist.spec.layers import Layer
 from kvist.store.states import StatePlan
 
-Plan = AttentionPlan | PagedPlan | StatePlan
+Plan = AttentionPlan | PagedPlan | LatentPlan | StatePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,12 @@ class Pass:
         """The plan of a group whose layers attend."""
         plan = self.plans[group]
         assert isinstance(plan, AttentionPlan | PagedPlan)
+        return plan
+
+    def latents(self, group: int) -> LatentPlan:
+        """The plan of a group of latents."""
+        plan = self.plans[group]
+        assert isinstance(plan, LatentPlan)
         return plan
 
     def states(self, group: int) -> StatePlan:
