@@ -1,7 +1,8 @@
 """Attention over latents against the reference, which reads the arena byte by byte and expands in float64."""
 
+import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 from fixtures_attention import Scene, latent_group_of, make_scene
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from served import Session, build, prompts_of
+from safetensors.torch import save_file
+from served import Session, build, open_saved, prompts_of
 from served_latent import CASES
 
 import kvist
@@ -170,6 +172,21 @@ def test_chunks_in_both_ways_served(tmp_path: Path) -> None:
     session = Session(served, budget=40)
     with limits(tokens=20, expanded_bytes=0, least=32):
         assert session.worst_error(session.run(prompts_of(90, 7, 130, shared=40))) < 1e-4
+
+
+def test_draft_layers_are_left_out(tmp_path: Path) -> None:
+    """Published files hold a layer behind the last that drafts tokens; a stray tensor elsewhere is still named."""
+    pytest.importorskip("transformers")
+    served = build(CASES["deepseek-v3"], tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    shards = json.loads(index.read_text())
+    for layer, says in ((2, None), (1, r"layers\.1\.eh_proj")):
+        name = f"model.layers.{layer}.eh_proj.weight"
+        save_file({name: torch.zeros(2, 2)}, tmp_path / f"extra-{layer}.safetensors")
+        shards["weight_map"][name] = f"extra-{layer}.safetensors"
+        index.write_text(json.dumps(shards))
+        with nullcontext() if says is None else pytest.raises(UnsupportedModel, match=says):
+            open_saved(served.directory, served.oracle)
 
 
 def test_what_is_not_stored_is_named() -> None:
