@@ -63,3 +63,23 @@ def test_other_families_are_not_run(family: Any) -> None:
 def test_what_the_network_is_built_from_must_be_there(key: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"{key}: missing from .*, and the network is built from it"):
         Engine(model(OWN, **{key: None}))
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (
+            {"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx: True is not",
+        ),
+        ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention: True is not computed"),
+        ({"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm: True is not computed"),
+        (
+            {"model_type": "olmo3", "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_parameters.sliding_attention: 'linear' is not computed",
+        ),
+    ],
+)
+def test_what_a_configuration_says_and_nobody_computes_is_named(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnsupportedModel, match=says):
+        Engine(model(OWN, **config))

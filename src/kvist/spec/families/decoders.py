@@ -1,4 +1,4 @@
-"""The families that the engine computes: Llama, Mistral, Qwen 2 and 3, Gemma 3.
+"""Families whose readers complete all that the engine needs: Llama, Mistral, Qwen 2 and 3, Gemma 3.
 
 Their completed configurations have the same keys whatever their source, so that a network can be built from them
 without asking again.
