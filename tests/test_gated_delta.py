@@ -79,7 +79,7 @@ class Inputs:
         state, out = state.clone(), []
         for row in range(begin, len(self.v)):
             qk = torch.stack((self.q[row], self.k[row]))[None]
-            out.append(step(qk, self.v[row, None], self.g[row, None], self.beta[row, None], state))
+            out.append(step(qk, self.v[row, None], self.g[row, None], self.beta[row, None], [state[0]]))
         return torch.cat(out), state
 
 
@@ -113,7 +113,7 @@ def test_steps_are_the_recurrence() -> None:
     """One token of each of several sequences."""
     inputs = Inputs([1] * 5, 0.5, 0)
     state = inputs.state.clone()
-    out = step(torch.stack((inputs.q, inputs.k), 1), inputs.v, inputs.g, inputs.beta, state)
+    out = step(torch.stack((inputs.q, inputs.k), 1), inputs.v, inputs.g, inputs.beta, state.unbind())
     for ours, expected in zip((out, state), inputs.recurrence(), strict=True):
         assert close(ours, expected)
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvist.store.layouts import Index
@@ -30,6 +31,9 @@ from kvist.store.layouts import Index
 CHUNK = 64
 # Chunks x heads prepared at a time: while their matrices stay in the caches of the cores, reading them is cheap.
 _TOGETHER = 64
+# Decays below exp(-40) are 0: what they leave is less than rounding, and its products would be numbers so small that
+# processors take a hundred times as long over them.
+_FORGOTTEN = -40.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +139,8 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Ten
         qk = torch.stack((q[part], k[part]), 1).permute(0, 3, 1, 2, 4).reshape(-1, 2 * CHUNK, key_dim)
         products = torch.bmm(qk, qk[:, CHUNK:].transpose(1, 2)).view(count, key_heads, 1, 2, CHUNK, CHUNK)
         sums = g[part].cumsum(-1)
-        decays = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).add_(above).exp_()
+        decays = _exp((sums.unsqueeze(-1) - sums.unsqueeze(-2)).add_(above))
+        past_decays = _exp(sums)
         scores = products * decays.view(count, key_heads, repeats, 1, CHUNK, CHUNK)
         scores = scores.view(count * heads, 2, CHUNK, CHUNK)
         rates = beta[part].reshape(count * heads, CHUNK, 1)
@@ -146,12 +151,12 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Ten
         weighted = v.new_empty(count * heads, CHUNK, value_dim)
         torch.mul(v[part].transpose(1, 2), beta[part].unsqueeze(-1), out=weighted.view(count, heads, CHUNK, value_dim))
         of_heads = qk.view(count, key_heads, 1, 2, CHUNK, key_dim)
-        read = sums.exp().view(count, key_heads, repeats, 1, CHUNK, 1) * of_heads
+        read = past_decays.view(count, key_heads, repeats, 1, CHUNK, 1) * of_heads
         read = read.view(count * heads, 2, CHUNK, key_dim)
         read[:, 1].mul_(rates)
         write = decays[:, :, -1].view(count, key_heads, repeats, CHUNK, 1) * of_heads[:, :, :, 1]
         write = write.view(count * heads, CHUNK, key_dim).transpose(1, 2)
-        last = sums[..., -1:, None].exp()
+        last = past_decays[..., -1:, None]
         begin = 0
         for end in run.waves:
             wave = slice(begin * heads, end * heads)
@@ -171,7 +176,7 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Ten
     return out
 
 
-def step(qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+def step(qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Sequence[Tensor]) -> Tensor:
     """Take one token of each sequence into its state.
 
     Args:
@@ -179,20 +184,28 @@ def step(qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tenso
         v: ``[sequences, heads, value_dim]``.
         g: logarithms of decays, ``[sequences, heads]``.
         beta: rates, likewise.
-        state: ``[sequences, heads, key_dim, value_dim]``; changed in place.
+        states: of each sequence ``[heads, key_dim, value_dim]``; changed in place, wherever they lie.
 
     Returns:
         ``[sequences, heads, value_dim]``.
     """
     sequences, heads, value_dim = v.shape
     key_heads, key_dim = qk.shape[2:]
-    decay = g.exp().unsqueeze(-1)
+    decay = _exp(g).unsqueeze(-1)
     pairs = qk.transpose(1, 2).unsqueeze(2).expand(-1, -1, heads // key_heads, -1, -1)
-    pairs = pairs.reshape(sequences * heads, 2, key_dim)
-    read = torch.bmm(pairs, state.view(-1, key_dim, value_dim)).view(sequences, heads, 2, value_dim)
+    pairs = pairs.reshape(sequences, heads, 2, key_dim)
+    read = v.new_empty(sequences, heads, 2, value_dim)
+    # A state is many times as large as all else: it is read twice and written once, never copied.
+    for state, pair, into in zip(states, pairs, read, strict=True):
+        torch.bmm(pair, state, out=into)
     read *= decay.unsqueeze(-1)
     change = (v - read[:, :, 1]).mul_(beta.unsqueeze(-1))
-    keys = pairs[:, 1].view(sequences, heads, key_dim, 1)
-    state.mul_(decay.unsqueeze(-1)).addcmul_(keys, change.unsqueeze(2))
-    own = (pairs[:, 0] * pairs[:, 1]).sum(-1).view(sequences, heads, 1)
+    keys = pairs[:, :, 1].unsqueeze(-1)
+    for state, factor, key, row in zip(states, decay.unsqueeze(-1), keys, change.unsqueeze(2), strict=True):
+        state.mul_(factor).addcmul_(key, row)
+    own = (pairs[:, :, 0] * pairs[:, :, 1]).sum(-1, keepdim=True)
     return torch.addcmul(read[:, :, 0], own, change)
+
+
+def _exp(sums: Tensor) -> Tensor:
+    return F.threshold(sums, _FORGOTTEN, float("-inf")).exp_()

@@ -117,6 +117,20 @@ class StatePlan:
         """The recurrent part of a layer, ``[sequences, state_elements]``; zeros where a sequence begins."""
         return self._read(self.store.recurrent, self.state_rows, slot, dtype)
 
+    def in_place(self, slot: int, dtype: torch.dtype) -> list[Tensor] | None:
+        """The recurrent parts of a layer where they lie, ``[state_elements]`` each; zeros where a sequence begins.
+
+        What is written to them is stored. None where their codec is of another type.
+        """
+        view = self.store.recurrent
+        if view.dtype != dtype:
+            return None
+        parts = [view.rows[row] for row in self.state_rows[:, slot].tolist()]
+        if self.fresh is not None:
+            for index in self.fresh.nonzero()[:, 0].tolist():
+                parts[index].zero_()
+        return parts
+
     def write_conv(self, slot: int, conv: Tensor) -> None:
         """Store the last inputs of a layer's convolution, ``[sequences, conv_elements]``, in its codec."""
         view = self.store.conv

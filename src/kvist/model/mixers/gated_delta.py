@@ -106,11 +106,16 @@ class GatedDeltaMixer:
         columns = torch.cat((columns, qkv.unsqueeze(1)), 1)
         plan.write_conv(self.slot, columns[:, 1:].reshape(count, -1))
         heads = F.silu((columns * self.kernel).sum(1), inplace=True)
-        state = plan.read_state(self.slot, torch.float32).view(count, net.heads, net.key_dim, net.value_dim)
         qk = self._normed(heads[:, : 2 * self.keys].view(count, 2, net.key_heads, net.key_dim))
         values = heads[:, 2 * self.keys :].view(count, net.heads, net.value_dim)
-        out = step(qk, values, decay, beta, state)
-        plan.write_state(self.slot, state.view(count, -1))
+        shape = net.heads, net.key_dim, net.value_dim
+        states = plan.in_place(self.slot, torch.float32)
+        if states is not None:
+            out = step(qk, values, decay, beta, [state.view(shape) for state in states])
+        else:
+            read = plan.read_state(self.slot, torch.float32)
+            out = step(qk, values, decay, beta, read.view(count, *shape).unbind())
+            plan.write_state(self.slot, read)
         return out.view(count, -1)
 
     def _prompts(self, work: "_Work", plan: StatePlan, qkv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
