@@ -53,7 +53,7 @@ def test_other_kinds_of_memory_are_not_run(layer: Layer, says: str) -> None:
     assert caught.value.key == "layers"
 
 
-@pytest.mark.parametrize("family", ["mamba", "deepseek_v4", None, 3])
+@pytest.mark.parametrize("family", ["rwkv", "deepseek_v4", None, 3])
 def test_other_families_are_not_run(family: Any) -> None:
     with pytest.raises(UnsupportedModel, match=f"model_type: {family!r} is not computed; supported are llama"):
         Engine(model(OWN, model_type=family))

@@ -104,6 +104,24 @@ class SelfAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Together:
+    """Mixers side by side.
+
+    Attributes:
+        parts: their descriptions.
+        factors: of what each adds.
+    """
+
+    parts: tuple[Any, ...]
+    factors: tuple[float, ...]
+
+    @property
+    def stores(self) -> tuple[type[Layer], ...]:
+        """What the parts store."""
+        return tuple(kind for part in self.parts for kind in part.stores)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mlp:
     """``down(act(up(x)))``, or with a gate ``down(act(gate(x)) * up(x))``.
 
@@ -158,7 +176,8 @@ class Block:
     @property
     def attention(self) -> tuple[SelfAttention, ...]:
         """The attention in it whose keys and values are stored."""
-        return (self.mixer,) if isinstance(self.mixer, SelfAttention) else ()
+        parts = self.mixer.parts if isinstance(self.mixer, Together) else (self.mixer,)
+        return tuple(part for part in parts if isinstance(part, SelfAttention))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,10 @@ from torch import Tensor
 from kvist.model.mixers.attention import AttentionMixer
 from kvist.model.mixers.gated_delta import GatedDelta, GatedDeltaMixer
 from kvist.model.mixers.latent import LatentAttention, LatentMixer
+from kvist.model.mixers.mamba import Mamba, Mamba2, Mamba2Mixer, MambaMixer
 from kvist.model.mixers.places import Pass, Places
-from kvist.model.network import SelfAttention
+from kvist.model.mixers.together import TogetherMixer
+from kvist.model.network import SelfAttention, Together
 from kvist.model.weights import Checkpoint
 
 __all__ = ["Mixer", "Pass", "Places", "mixer_of"]
@@ -26,6 +28,9 @@ _MIXERS: Mapping[type, Callable[[Checkpoint, Any, Places], Mixer]] = {
     SelfAttention: AttentionMixer,
     GatedDelta: GatedDeltaMixer,
     LatentAttention: LatentMixer,
+    Mamba: MambaMixer,
+    Mamba2: Mamba2Mixer,
+    Together: lambda checkpoint, net, places: TogetherMixer(net, lambda part: mixer_of(checkpoint, part, places)),
 }
 
 
