@@ -8,20 +8,19 @@ import pytest
 import served_delta
 import served_dense
 import served_experts
-<<<<<<< HEAD
 import served_latent
-=======
 import served_states
->>>>>>> a77a9d6 (Compute Mamba 1 and 2, Jamba and Falcon-H1)
 from served import Case, Served, Session, build, prompts_of
 
 pytest.importorskip("transformers")
 
-<<<<<<< HEAD
-CASES: dict[str, Case] = {**served_delta.CASES, **served_dense.CASES, **served_experts.CASES, **served_latent.CASES}
-=======
-CASES: dict[str, Case] = {**served_dense.CASES, **served_delta.CASES, **served_experts.CASES, **served_states.CASES}
->>>>>>> a77a9d6 (Compute Mamba 1 and 2, Jamba and Falcon-H1)
+CASES: dict[str, Case] = {
+    **served_delta.CASES,
+    **served_dense.CASES,
+    **served_experts.CASES,
+    **served_latent.CASES,
+    **served_states.CASES,
+}
 RELATIVE = 1e-4
 
 

@@ -25,7 +25,7 @@ from kvist.model.mixers.latent import LatentAttention
 from kvist.model.mixers.places import Plan
 from kvist.model.weights import dtype_named
 from kvist.scheduler import Batch, Chunk
-from kvist.spec.layers import Latent
+from kvist.spec.layers import Latent, State
 from kvist.spec.model import ModelSpec
 from kvist.store.layouts import Index, PagedKV, PagedLatents, Scratch, check_format
 from kvist.store.states import StateSpan, StateStore
@@ -69,6 +69,10 @@ class Runner:
         self.arena_bytes = self.arena.numel()
         # Windows have no shared runs, states no tokens; without a full group any order will do.
         self.shared_group = next((n for n, group in enumerate(groups) if group.lifetime == "full"), None)
+        mixed = len({codec for group in groups for codec in _codecs(group)}) > 1
+        # Blocks of tokens in memory that may have held numbers of another type.
+        self.unclean = [n for n, group in enumerate(groups) if mixed and group.fixed_blocks is None]
+        self.block_tokens = [group.block_tokens for group in groups]
 
     def run(self, batch: Batch) -> Tensor:
         """Compute a batch and store its keys and values in the arena.
@@ -77,7 +81,22 @@ class Runner:
             float32 logits ``[sampling chunks, vocab]``, in the batch's order.
         """
         with torch.inference_mode():
+            for group in self.unclean:
+                self._clear(group, batch.chunks)
             return self.decoder.logits(self._step(batch.chunks))
+
+    def _clear(self, group: int, chunks: Sequence[Chunk]) -> None:
+        """Zero the blocks that these chunks begin and do not fill.
+
+        Attention reads whole blocks and gives what lies behind the end no weight; but what was written there as another
+        type may read as no number at all, which nothing times zero is.
+        """
+        size = self.block_tokens[group]
+        for chunk in chunks:
+            last = (chunk.start + chunk.count - 1) // size
+            if last * size >= chunk.start:
+                begin = self._offset(group, int(chunk.request.sequence.tables[group][last]))
+                self.arena[begin : begin + self.layout.block_bytes[group]].zero_()
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks, all layers of their group: what a fork needs before either sequence goes on."""
@@ -144,6 +163,15 @@ class Runner:
         if isinstance(memory, StateStore):
             return memory.plan([StateSpan(table=t, start=chunk.start, count=chunk.count) for t, chunk in parts])
         return memory.plan([Span(table=t, start=chunk.start, count=chunk.count) for t, chunk in parts])
+
+
+def _codecs(group: Group) -> set[str]:
+    """The types of what a group stores."""
+    if isinstance(group.layer, State):
+        layer = group.layer
+        parts = ((layer.conv_codec, layer.conv_elements), (layer.state_codec, layer.state_elements))
+        return {codec for codec, elements in parts if elements}
+    return {group.format.key, group.format.value}
 
 
 def _keep_pages() -> None:

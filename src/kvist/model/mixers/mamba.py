@@ -127,7 +127,7 @@ class MambaMixer:
         whole = self.projection(x)
         inputs = self.convolution(plan, self.slot, whole[:, : net.channels])
         scalars = self.scalars(inputs.to(x.dtype)).float()
-        times, b, c = torch.split(scalars, (net.rank, net.size, net.size), dim=1)
+        times, b, c = torch.split(scalars, [net.rank, net.size, net.size], dim=1)
         if self.norms is not None:
             times, b, c = (norm(part) for norm, part in zip(self.norms, (times, b, c), strict=True))
         dt = F.softplus(F.linear(times, self.steps, self.steps_bias))
