@@ -124,7 +124,11 @@ MOONCAKE = '{"timestamp": 2000, "input_length": 600, "output_length": 20, "hash_
 )  # fmt: skip
 def test_formats(text: str, requests: Sequence[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     halves = text.encode()[:30], text.encode()[30:]
-    for content in (text.encode(), gzip.compress(text.encode()), b"".join(map(gzip.compress, halves)) + b"\0\0"):
+    for content in (
+        text.encode(),
+        gzip.compress(text.encode(), mtime=0),
+        b"".join(map(gzip.compress, halves)) + b"\0\0",
+    ):
         assert requests_of(read_trace(written(tmp_path, content))) == list(requests)
         monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(content), isatty=lambda: False))
         trace = read_trace("-")
@@ -230,7 +234,10 @@ def read_from_stdin(content: bytes, *, skip_bad: bool) -> Trace:
         (MOONCAKE.encode() + b"x" * (2**24 + 2**21), "line 2 is longer than 16 MiB"),
         ('{"kvist_trace": 2}\n', "is of version 2 of kvist's traces; this kvist reads version 1"),
         ('{"kvist_trace": 1, "block_tokens": 0}\n', "has block_tokens of '0'"),
-        (gzip.compress(MOONCAKE.encode())[:-9], "compressed data end before their end mark; fetch the file again"),
+        (
+            gzip.compress(MOONCAKE.encode(), mtime=0)[:-9],
+            "compressed data end before their end mark; fetch the file again",
+        ),
         (b"\x1f\x8b broken", "while decompressing.*; fetch the file again"),
     ],
 )  # fmt: skip
@@ -272,7 +279,7 @@ GOOD = [
     b"conv,turn,prompt_tokens,history_tokens,completion_tokens\n0,0,33,0,255\n0,1,35,288,328\n",
     b'{"kvist_trace": 1, "block_tokens": 4}\n{"arrival": 1.5, "prompt_tokens": 9, "output_tokens": 3, "blocks": [7]}\n',
     b"[\n[9, 3],\n[8, 2]\n]\n",
-    gzip.compress(MOONCAKE.encode() * 3),
+    gzip.compress(MOONCAKE.encode() * 3, mtime=0),
 ]
 PIECES = [
     b"", b"\0", b"\xff", b'"', b"{", b"[", b"]", b",", b"-", b"9" * 30, b"1e999", b"null", b"true", b"\n", b"\r",
