@@ -118,6 +118,10 @@ def _behind_dense(keys: Keys, index: int) -> bool:
 
 def _listed(keys: Keys, index: int) -> bool:
     kinds = keys.get("mlp_layer_types")
+    if kinds is not None and len(kinds) != len(keys.spec.layers):
+        raise UnsupportedModel(
+            f"mlp_layer_types: {len(kinds)} kinds for {len(keys.spec.layers)} layers", key="mlp_layer_types"
+        )
     return index > 0 if kinds is None else bool(kinds[index] == "sparse")
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kvist.errors import UnsupportedModel
+from kvist.errors import BadFile, UnsupportedModel
+from kvist.model.families.key_kinds import wanted
 from kvist.model.linear import ACTIVATIONS
 from kvist.model.network import Rope
 from kvist.spec.config_keys import ConfigKeys
@@ -65,12 +66,18 @@ class Keys:
             raise UnsupportedModel(
                 f"{key}: missing from {self.spec.source}, and the network is built from it; add it", key=key
             )
-        return value
+        return self._checked(key, value)
 
     def get(self, key: str, default: Any = None) -> Any:
         """A key, or a default where it is missing or null."""
         value = self.config.get(key)
-        return default if value is None else value
+        return default if value is None else self._checked(key, value)
+
+    def _checked(self, key: str, value: Any) -> Any:
+        said = wanted(key, value)
+        if said is not None:
+            raise BadFile(f"{self.spec.source}: {key} is {value!r}; it must be {said}", key=key)
+        return value
 
     def refuse(self, key: str, computed: object, why: str) -> None:
         """Refuse a key that is there and says anything else than what is computed.
@@ -89,7 +96,7 @@ class Keys:
             UnsupportedModel: it is missing or not computed.
         """
         name: str = self.need(key)
-        if name not in ACTIVATIONS:
+        if not isinstance(name, str) or name not in ACTIVATIONS:
             raise UnsupportedModel(f"{key}: {name!r} is not computed; supported are {', '.join(ACTIVATIONS)}", key=key)
         return name
 

@@ -25,8 +25,8 @@ _JAMBA_NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")
 def _limits(keys: Keys) -> tuple[float, float]:
     found: Any = keys.get("time_step_limit", [0.0, float("inf")])
     # transformers 5 writes what JSON has no number for as {"__float__": "Infinity"}.
-    limits = [value.get("__float__") if isinstance(value, dict) else value for value in found]
     try:
+        limits = [value.get("__float__") if isinstance(value, dict) else value for value in found]
         least, most = (float(str(value)) for value in limits)
     except (TypeError, ValueError) as error:
         raise UnsupportedModel(
@@ -181,7 +181,12 @@ def _falcon_h1(keys: Keys) -> Network:
     hidden, eps, heads = keys.need("hidden_size"), keys.need("rms_norm_eps"), keys.need("num_attention_heads")
     dim = keys.get("head_dim", hidden // heads)
     size, groups, state_heads = keys.need("mamba_d_state"), keys.need("mamba_n_groups"), keys.need("mamba_n_heads")
-    width = state_heads * keys.need("mamba_d_head")
+    width = keys.get("mamba_d_ssm", keys.need("mamba_expand") * hidden)
+    state_dim = width // state_heads if keys.config["mamba_d_head"] == "auto" else keys.need("mamba_d_head")
+    if width != state_heads * state_dim:
+        raise UnsupportedModel(
+            f"mamba_d_head: {state_heads} heads of {state_dim} are not mamba_d_ssm, {width}", key="mamba_d_head"
+        )
     into = keys.need("attention_in_multiplier")
     least, most = _limits(keys)
     norm: Literal["gated", "before"] = "before" if keys.get("mamba_norm_before_gate", True) else "gated"
@@ -202,7 +207,7 @@ def _falcon_h1(keys: Keys) -> Network:
             prefix=f"{prefix}.mamba",
             hidden=hidden,
             heads=state_heads,
-            dim=keys.need("mamba_d_head"),
+            dim=state_dim,
             groups=groups,
             size=size,
             kernel=keys.need("mamba_d_conv"),
