@@ -62,6 +62,9 @@ class Experts:
     shared_gate: str | None = None
 
 
+_SMALL = 2**17
+
+
 class _Product(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -90,7 +93,8 @@ class Mixture:
     def __call__(self, x: Tensor) -> Tensor:
         """``[tokens, hidden]`` to the same shape."""
         chosen, weights = self.router(x)
-        weights = weights.to(x.dtype)
+        if self.on_input:
+            weights = weights.to(x.dtype)
         out = self._one(x, chosen, weights) if len(x) == 1 else self._many(x, chosen, weights)
         if self.shared is not None:
             all_get = self.shared(x)
@@ -103,8 +107,7 @@ class Mixture:
         experts = self.experts
         parts = torch.split(weights.t() * x, 1) if self.on_input else [x] * self.chosen
         found = [experts[index](part) for index, part in zip(chosen[0].tolist(), parts, strict=True)]
-        every = torch.cat(found)
-        return torch.sum(every, 0, keepdim=True) if self.on_input else torch.mm(weights, every)
+        return self._sum(torch.cat(found), weights)
 
     def _many(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         tokens = len(x)
@@ -120,10 +123,16 @@ class Mixture:
             if self.on_input:
                 part = part * factors.index_select(0, places)
             every.index_copy_(0, places, self.experts[index](part))
-        if self.chosen == 1:
-            return every if self.on_input else every.mul_(factors)
-        grouped = every.view(tokens, self.chosen, x.shape[1])
-        return grouped.sum(1) if self.on_input else torch.bmm(weights[:, None], grouped)[:, 0]
+        return self._sum(every, weights)
+
+    def _sum(self, every: Tensor, weights: Tensor) -> Tensor:
+        """``[tokens x chosen, hidden]`` summed over what each token chose, weighted unless that is done."""
+        grouped = every.view(*weights.shape, every.shape[1])
+        if self.on_input:
+            return every if self.chosen == 1 else torch.sum(grouped, 1)
+        # Products this small are several times as fast in float32, conversions included.
+        wide = grouped.float() if every.numel() <= _SMALL else grouped
+        return torch.bmm(weights.to(wide.dtype)[:, None], wide)[:, 0].to(every.dtype)
 
 
 def stacked(*, turned: bool, interleaved: bool = False) -> Callable[[str], Part]:
