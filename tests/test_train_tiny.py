@@ -1,4 +1,4 @@
-"""The script that trains small networks: it goes on where it was interrupted, and says in a line what is wrong."""
+"""The script that trains small networks: what it writes is served, what it is told wrongly it says in a line."""
 
 import importlib.util
 from pathlib import Path
@@ -7,6 +7,8 @@ from types import ModuleType
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from kvist.engine.engine import Engine
 
 pytest.importorskip("transformers")
 
@@ -30,6 +32,29 @@ def text(tmp_path: Path) -> str:
     path = tmp_path / "text.txt"
     path.write_text(TEXT)
     return str(path)
+
+
+@pytest.mark.parametrize("family", ["deepseek"])
+def test_what_is_trained_is_served(
+    script: ModuleType, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str
+) -> None:
+    """Ids are bytes, the logits are transformers', and the memory is what the plan says."""
+    import transformers
+
+    out = tmp_path / "model"
+    assert script.main([text, "--family", family, "--out", str(out), *SHORT]) == 0
+    assert "nats a byte" in capsys.readouterr().out
+    engine = Engine(out, memory="16MiB", dtype="f32")
+    prompt = "A leaf on é"
+    assert engine.tokenizer.encode(prompt) == list(prompt.encode())
+    (answer,) = engine.generate([prompt], max_tokens=8, temperature=0, ignore_eos=True)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    ids = torch.tensor([[*prompt.encode(), *answer.tokens]])
+    with torch.no_grad():
+        expected = oracle(ids, use_cache=False).logits[0].argmax(-1)
+    assert answer.tokens == expected[len(prompt.encode()) - 1 : -1].tolist()
+    assert answer.account is not None
+    assert answer.account["planned_bytes"] == answer.account["allocated_bytes"]
 
 
 def test_resumed_training_ends_where_an_uninterrupted_one_does(

@@ -74,7 +74,7 @@ class Decoder:
         ]
         self.norm = _norm(checkpoint, network.norm, hidden)
         head = self.embedding if network.tied else checkpoint.tensor(network.head, (self.vocab, hidden))
-        self.head = Logits(head, checkpoint.codes([network.head]))
+        self.head = Logits(head, checkpoint.codes([network.head]), tied=network.tied)
         checkpoint.finish(ignored=["lm_head.weight"] if network.tied else [])
 
     def logits(self, step: Step) -> Tensor:
