@@ -2,7 +2,7 @@
 
     python examples/train_tiny.py TEXT... --family deepseek --out tiny-deepseek
     kvist generate tiny-deepseek 'ROMEO:'
-    kvist serve --model tiny-deepseek
+    kvist serve tiny-deepseek
 
 ``deepseek`` is DeepSeek-V3 in small: latent attention, and 8 routed experts in 4 groups beside a shared one.
 ``mamba2`` has no attention: 6 recurrent layers. Both are transformers' own networks, saved as published checkpoints
