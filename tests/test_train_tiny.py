@@ -34,7 +34,7 @@ def text(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("family", ["deepseek"])
+@pytest.mark.parametrize("family", ["deepseek", "mamba2"])
 def test_what_is_trained_is_served(
     script: ModuleType, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str
 ) -> None:
