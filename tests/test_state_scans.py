@@ -34,13 +34,13 @@ def by_channels(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def plainly(step: object, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """One token after the other, in float64."""
     wide = {name: tensor.double() for name, tensor in given.items()}
-    state = wide.pop("state").clone()[None]
+    state = wide.pop("state").clone()
     rates = wide.pop("rates")
     rows = [
-        step(**{name: tensor[t : t + 1] for name, tensor in wide.items()}, rates=rates, state=state)  # type: ignore[operator]
+        step(**{name: tensor[t : t + 1] for name, tensor in wide.items()}, rates=rates, states=[state])  # type: ignore[operator]
         for t in range(len(wide["x"]))
     ]
-    return torch.cat(rows), state[0]
+    return torch.cat(rows), state
 
 
 def chunked(scan: object, given: dict[str, torch.Tensor], cut: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,17 +23,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from kvist.kernels.decays import decayed
 from kvist.store.layouts import Index
 
 CHUNK = 64
 # Chunks x heads prepared at a time: while their matrices stay in the caches of the cores, reading them is cheap.
 _TOGETHER = 64
-# Decays below exp(-40) are 0: what they leave is less than rounding, and its products would be numbers so small that
-# processors take a hundred times as long over them.
-_FORGOTTEN = -40.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +136,8 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Ten
         qk = torch.stack((q[part], k[part]), 1).permute(0, 3, 1, 2, 4).reshape(-1, 2 * CHUNK, key_dim)
         products = torch.bmm(qk, qk[:, CHUNK:].transpose(1, 2)).view(count, key_heads, 1, 2, CHUNK, CHUNK)
         sums = g[part].cumsum(-1)
-        decays = _exp((sums.unsqueeze(-1) - sums.unsqueeze(-2)).add_(above))
-        past_decays = _exp(sums)
+        decays = decayed((sums.unsqueeze(-1) - sums.unsqueeze(-2)).add_(above))
+        past_decays = decayed(sums)
         scores = products * decays.view(count, key_heads, repeats, 1, CHUNK, CHUNK)
         scores = scores.view(count * heads, 2, CHUNK, CHUNK)
         rates = beta[part].reshape(count * heads, CHUNK, 1)
@@ -191,7 +188,7 @@ def step(qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Sequence[Tensor
     """
     sequences, heads, value_dim = v.shape
     key_heads, key_dim = qk.shape[2:]
-    decay = _exp(g).unsqueeze(-1)
+    decay = decayed(g).unsqueeze(-1)
     pairs = qk.transpose(1, 2).unsqueeze(2).expand(-1, -1, heads // key_heads, -1, -1)
     pairs = pairs.reshape(sequences, heads, 2, key_dim)
     read = v.new_empty(sequences, heads, 2, value_dim)
@@ -205,7 +202,3 @@ def step(qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Sequence[Tensor
         state.mul_(factor).addcmul_(key, row)
     own = (pairs[:, :, 0] * pairs[:, :, 1]).sum(-1, keepdim=True)
     return torch.addcmul(read[:, :, 0], own, change)
-
-
-def _exp(sums: Tensor) -> Tensor:
-    return F.threshold(sums, _FORGOTTEN, float("-inf")).exp_()

@@ -1,15 +1,21 @@
 """The recurrences of Mamba: many tokens of one sequence in chunks, and one token of many sequences.
 
-Both compute ``h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t]`` and ``y[t] = C[t] h[t]``, in float32. Nothing is divided
-by a decay, so that no state overflows however fast it forgets.
+All compute ``h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t]`` and ``y[t] = C[t] h[t]``, in float32. Nothing is divided
+by a decay, so that no state overflows however fast it forgets. States are changed where they lie: one of Mamba-2 is
+many times as large as all that a token brings.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from kvist.kernels.decays import decayed
+
 CHUNK = 64
 """Tokens of Mamba-2 that are multiplied with each other at once."""
-_STRIDE = 32
+# Elements of Mamba-1's states that are kept while they are walked through: they stay in a core's cache.
+_WALKED = 2**17
 
 
 def heads_scan(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, state: Tensor) -> Tensor:
@@ -28,37 +34,29 @@ def heads_scan(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, state
     """
     tokens, heads, dim = x.shape
     groups, size = b.shape[1:]
-    shared = heads // groups
-    lacking = -tokens % CHUNK
-    if lacking:
-        # A token with a step of zero changes no state.
-        x, dt, b, c = (torch.cat((part, part.new_zeros(lacking, *part.shape[1:]))) for part in (x, dt, b, c))
-    chunks = len(x) // CHUNK
-    # What lies between two tokens is the difference of two sums, each of which may be thousands of times as large.
-    decay = (dt * rates).view(chunks, CHUNK, heads).transpose(1, 2).double().cumsum(-1)
-    given = (x * dt.unsqueeze(-1)).view(chunks, CHUNK, heads, dim).transpose(1, 2)
-    b = b.view(chunks, CHUNK, groups, size).transpose(1, 2)
-    c = c.view(chunks, CHUNK, groups, size).transpose(1, 2)
-    above = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu(1)
-    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).to(x.dtype).masked_fill_(above, float("-inf")).exp_()
-    seen = (c @ b.transpose(-1, -2)).unsqueeze(2) * between.view(chunks, groups, shared, CHUNK, CHUNK)
-    out = seen.view(chunks, heads, CHUNK, CHUNK) @ given
-    left = given * (decay[..., -1:] - decay).to(x.dtype).exp().unsqueeze(-1)
-    decay = decay.to(x.dtype)
-    left = left.reshape(chunks, groups, shared, CHUNK, dim).permute(0, 1, 2, 4, 3).reshape(chunks, groups, -1, CHUNK)
-    added = (left @ b).view(chunks, heads, dim, size)
-    kept = decay[..., -1].exp().view(chunks, heads, 1, 1)
-    before = torch.empty_like(added)
-    for index in range(chunks):
-        before[index] = state
-        state.mul_(kept[index]).add_(added[index])
-    carried = before.view(chunks, groups, shared * dim, size) @ c.transpose(-1, -2)
-    carried = carried.view(chunks, heads, dim, CHUNK).transpose(-1, -2)
-    out += carried * decay.exp().unsqueeze(-1)
-    return out.transpose(1, 2).reshape(-1, heads, dim)[:tokens]
+    wide = state.view(groups, -1, size)
+    logs = dt * rates
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    above = torch.full((CHUNK, CHUNK), float("-inf"), dtype=x.dtype).triu_(1)
+    for begin in range(0, tokens, CHUNK):
+        part = slice(begin, min(begin + CHUNK, tokens))
+        count = part.stop - begin
+        sums = logs[part].t().cumsum(-1)
+        between = decayed((sums.unsqueeze(-1) - sums.unsqueeze(-2)).add_(above[:count, :count]))
+        given = x[part] * dt[part].unsqueeze(-1)
+        left = given * between[:, -1].t().unsqueeze(-1)
+        own_b, own_c = b[part].transpose(0, 1), c[part].transpose(0, 1)
+        between.view(groups, -1, count, count).mul_(torch.bmm(own_c, own_b.transpose(1, 2)).unsqueeze(1))
+        past = decayed(sums)
+        seen = torch.bmm(own_c, wide.transpose(1, 2)).view(groups, count, -1, dim).transpose(1, 2)
+        seen = seen.reshape(heads, count, dim).mul_(past.unsqueeze(-1))
+        out[part].transpose(0, 1).copy_(seen.baddbmm_(between, given.transpose(0, 1)))
+        state.mul_(past[:, -1].view(heads, 1, 1))
+        wide.baddbmm_(left.reshape(count, groups, -1).permute(1, 2, 0), own_b)
+    return out
 
 
-def heads_step(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, state: Tensor) -> Tensor:
+def heads_step(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, states: Sequence[Tensor]) -> Tensor:
     """Mamba-2, one token of each sequence.
 
     Args:
@@ -67,25 +65,27 @@ def heads_step(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, state
         rates: ``A``, negative, ``[heads]``.
         b: ``[sequences, groups, size]``.
         c: likewise.
-        state: ``[sequences, heads, dim, size]``; becomes the next one.
+        states: of each ``[heads, dim, size]``; changed in place.
 
     Returns:
         ``[sequences, heads, dim]``.
     """
     count, heads, dim = x.shape
     groups, size = b.shape[1:]
-    state.mul_((dt * rates).exp_().view(count, heads, 1, 1))
-    wide = state.view(count, groups, -1, size)
+    kept = decayed(dt * rates).view(count, heads, 1, 1)
     given = (x * dt.unsqueeze(-1)).view(count, groups, -1, 1)
-    wide.addcmul_(given, b.unsqueeze(2))
-    return (wide @ c.unsqueeze(-1)).view(count, heads, dim)
+    out = torch.empty_like(given)
+    for state, *ours in zip(states, kept, given, b.unsqueeze(2), c.unsqueeze(-1), out, strict=True):
+        factor, column, row, reader, into = ours
+        wide = state.mul_(factor).view(groups, -1, size).addcmul_(column, row)
+        torch.bmm(wide, reader, out=into)
+    return out.view(count, heads, dim)
 
 
 def channels_scan(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, state: Tensor) -> Tensor:
     """Mamba-1: every channel has decays of its own (arXiv:2312.00752, section 3).
 
-    Tokens are cut in stretches that are walked at the same time, each from a state of zero; what a stretch inherits is
-    added afterwards.
+    What does not depend on the state is computed for some tokens at once; between two tokens there is one operator.
 
     Args:
         x: ``[tokens, channels]``.
@@ -98,28 +98,22 @@ def channels_scan(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, st
     Returns:
         ``[tokens, channels]``.
     """
-    tokens = len(x)
-    lacking = -tokens % _STRIDE
-    if lacking:
-        x, dt, b, c = (torch.cat((part, part.new_zeros(lacking, part.shape[1]))) for part in (x, dt, b, c))
-    count = len(x) // _STRIDE
-    x, dt, b, c = (part.view(count, _STRIDE, -1) for part in (x, dt, b, c))
     given = dt * x
-    inner = x.new_zeros(count, *rates.shape)
-    out = torch.empty_like(x)
-    for place in range(_STRIDE):
-        inner.mul_((dt[:, place, :, None] * rates).exp_()).addcmul_(given[:, place, :, None], b[:, place, None])
-        out[:, place] = (inner @ c[:, place, :, None])[..., 0]
-    passed = dt.cumsum(1)
-    for index in range(count):
-        if bool(state.any()):
-            carried = (passed[index, :, :, None] * rates).exp_().mul_(state)
-            out[index] += (carried @ c[index, :, :, None])[..., 0]
-        state.mul_((passed[index, -1, :, None] * rates).exp_()).add_(inner[index])
-    return out.view(-1, x.shape[-1])[:tokens]
+    out = torch.empty_like(given)
+    stretch = max(4, _WALKED // rates.numel())
+    last = state
+    for begin in range(0, len(x), stretch):
+        part = slice(begin, begin + stretch)
+        kept = decayed(dt[part].unsqueeze(-1) * rates)
+        walked = given[part].unsqueeze(-1) * b[part].unsqueeze(1)
+        for factor, becomes in zip(kept.unbind(), walked.unbind(), strict=True):
+            last = becomes.addcmul_(factor, last)
+        torch.bmm(walked, c[part].unsqueeze(-1), out=out[part].unsqueeze(-1))
+    state.copy_(last)
+    return out
 
 
-def channels_step(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, state: Tensor) -> Tensor:
+def channels_step(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, states: Sequence[Tensor]) -> Tensor:
     """Mamba-1, one token of each sequence.
 
     Args:
@@ -128,10 +122,14 @@ def channels_step(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, st
         rates: ``A``, negative, ``[channels, size]``.
         b: ``[sequences, size]``.
         c: likewise.
-        state: ``[sequences, channels, size]``; becomes the next one.
+        states: of each ``[channels, size]``; changed in place.
 
     Returns:
         ``[sequences, channels]``.
     """
-    state.mul_((dt.unsqueeze(-1) * rates).exp_()).addcmul_((dt * x).unsqueeze(-1), b.unsqueeze(1))
-    return (state @ c.unsqueeze(-1)).squeeze(-1)
+    kept = decayed(dt.unsqueeze(-1) * rates)
+    given = (dt * x).unsqueeze(-1)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for state, factor, column, row, reader, into in zip(states, kept, given, b.unsqueeze(1), c, out, strict=True):
+        torch.mv(state.mul_(factor).addcmul_(column, row), reader, out=into)
+    return out

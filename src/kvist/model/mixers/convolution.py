@@ -8,6 +8,9 @@ from torch import Tensor
 from kvist.model.weights import Checkpoint
 from kvist.store.states import StatePlan
 
+ROWS = 64
+"""Tokens that are computed at a time, so that they stay in a core's cache from one operator to the next."""
+
 
 class Convolution:
     """``silu(sum of kernel x inputs + bias)`` of each channel; stores the inputs that the next step needs.
@@ -37,12 +40,16 @@ class Convolution:
         pieces = [piece for number, part in enumerate(parts.rows) for piece in (saved[number], x[part])]
         inputs = torch.cat(pieces)
         plan.write_conv(slot, inputs.index_select(0, parts.tails).view(len(saved), -1))
-        wide = inputs.float()
-        count = len(wide) - self.columns
-        out = wide[:count] * self.weight[0]
-        for column in range(1, self.columns + 1):
-            out.addcmul_(wide[column : column + count], self.weight[column])
-        return self._activated(out if parts.outputs is None else out.index_select(0, parts.outputs))
+        count = len(inputs) - self.columns
+        out = torch.empty(count, inputs.shape[1])
+        for begin in range(0, count, ROWS):
+            piece = inputs[begin : begin + ROWS + self.columns].float()
+            into = out[begin : begin + ROWS]
+            torch.mul(piece[: len(into)], self.weight[0], out=into)
+            for column in range(1, self.columns + 1):
+                into.addcmul_(piece[column : column + len(into)], self.weight[column])
+            self._activated(into)
+        return out if parts.outputs is None else out.index_select(0, parts.outputs)
 
     def _activated(self, out: Tensor) -> Tensor:
         return F.silu(out if self.bias is None else out.add_(self.bias), inplace=True)

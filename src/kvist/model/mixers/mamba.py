@@ -3,7 +3,7 @@
 Sources: arXiv:2312.00752 and 2405.21060, in the form of their classes in transformers 5.24.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -14,12 +14,15 @@ from torch import Tensor
 
 from kvist.kernels.state_scans import channels_scan, channels_step, heads_scan, heads_step
 from kvist.model.linear import Linear
-from kvist.model.mixers.convolution import Convolution
+from kvist.model.mixers.convolution import ROWS, Convolution
 from kvist.model.mixers.places import Pass, Places
 from kvist.model.norms import RMSNorm
 from kvist.model.weights import Checkpoint
 from kvist.spec.layers import Layer, State
 from kvist.store.states import StatePlan
+
+# Outputs that the kernels multiply at once.
+_PANEL = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,8 @@ class Mamba:
         kernel: inputs of the convolution.
         conv_bias: whether it has one.
         bias: whether the products on the way in and out have one.
-        norms: of what makes steps, inputs and outputs, by name and eps (Jamba); None where there are none.
+        norms: of what makes steps, inputs and outputs, their names and eps (Jamba), or None for names where they have
+            no multipliers (Falcon-Mamba); None where there are none.
     """
 
     prefix: str
@@ -46,7 +50,7 @@ class Mamba:
     kernel: int
     conv_bias: bool
     bias: bool
-    norms: tuple[tuple[str, str, str], float] | None = None
+    norms: tuple[tuple[str, str, str] | None, float] | None = None
 
     stores: ClassVar[tuple[type[Layer], ...]] = (State,)
 
@@ -115,10 +119,13 @@ class MambaMixer:
         if net.norms is not None:
             names, eps = net.norms
             widths = (net.rank, net.size, net.size)
-            self.norms = [
-                RMSNorm(checkpoint.norm(f"{net.prefix}.{name}.weight", width), eps)
-                for name, width in zip(names, widths, strict=True)
-            ]
+            multipliers = [torch.ones(width) for width in widths]
+            if names is not None:
+                multipliers = [
+                    checkpoint.norm(f"{net.prefix}.{name}.weight", width)
+                    for name, width in zip(names, widths, strict=True)
+                ]
+            self.norms = [RMSNorm(multiplier, eps) for multiplier in multipliers]
         self.output = _linear(checkpoint, f"{net.prefix}.out_proj", net.hidden, net.channels, net.bias)
 
     def __call__(self, x: Tensor, step: Pass, rows: Tensor | None) -> Tensor:
@@ -126,28 +133,28 @@ class MambaMixer:
         net, plan = self.net, step.states(self.group)
         whole = self.projection(x)
         inputs = self.convolution(plan, self.slot, whole[:, : net.channels])
-        scalars = self.scalars(inputs.to(x.dtype)).float()
+        scalars = self.scalars(inputs.to(x.dtype)).float()[:, : net.rank + 2 * net.size]
         times, b, c = torch.split(scalars, [net.rank, net.size, net.size], dim=1)
         if self.norms is not None:
             times, b, c = (norm(part) for norm, part in zip(self.norms, (times, b, c), strict=True))
         dt = F.softplus(F.linear(times, self.steps, self.steps_bias))
 
-        def one(taken: Tensor | slice, state: Tensor) -> Tensor:
-            return channels_step(
-                inputs[taken], dt[taken], self.rates, b[taken], c[taken], state.view(-1, net.channels, net.size)
-            )
+        def one(taken: Tensor | slice, states: Sequence[Tensor]) -> Tensor:
+            states = [state.view(net.channels, net.size) for state in states]
+            return channels_step(inputs[taken], dt[taken], self.rates, b[taken], c[taken], states)
 
         def many(taken: slice, state: Tensor) -> Tensor:
-            return channels_scan(
-                inputs[taken], dt[taken], self.rates, b[taken], c[taken], state.view(net.channels, net.size)
-            )
+            state = state.view(net.channels, net.size)
+            return channels_scan(inputs[taken], dt[taken], self.rates, b[taken], c[taken], state)
 
         mixed = scanned(plan, self.slot, one, many, net.channels)
-        mixed.addcmul_(inputs, self.direct)
-        gate = whole[:, net.channels :]
+        gate = whole[:, net.channels : 2 * net.channels]
         if rows is not None:
-            mixed, gate = mixed.index_select(0, rows), gate.index_select(0, rows)
-        return self.output((mixed * F.silu(gate.float())).to(x.dtype))
+            mixed, inputs, gate = (part.index_select(0, rows) for part in (mixed, inputs, gate))
+        return self.output(in_pieces(self._gated, x.dtype, mixed, inputs, gate))
+
+    def _gated(self, mixed: Tensor, inputs: Tensor, gate: Tensor) -> Tensor:
+        return mixed.addcmul_(inputs, self.direct).mul_(F.silu(gate.float(), inplace=True))
 
 
 class Mamba2Mixer:
@@ -183,37 +190,42 @@ class Mamba2Mixer:
         whole = self.projection(x)
         gate = whole[:, : self.width]
         convolved = self.convolution(plan, self.slot, whole[:, self.width : self.width + self.channels])
-        dt = F.softplus(whole[:, self.width + self.channels :].float() + self.steps_bias).clamp_(net.least, net.most)
-        inputs = convolved[:, : self.width].reshape(-1, net.heads, net.dim)
-        shared = convolved[:, self.width :].reshape(len(x), 2, net.groups, net.size)
+        steps = whole[:, self.width + self.channels :][:, : net.heads].float()
+        dt = F.softplus(steps.add_(self.steps_bias)).clamp_(net.least, net.most)
+        inputs = convolved[:, : self.width].view(-1, net.heads, net.dim)
+        shared = convolved[:, self.width :].view(len(x), 2, net.groups, net.size)
         b, c = shared[:, 0], shared[:, 1]
 
-        def one(taken: Tensor | slice, state: Tensor) -> Tensor:
-            states = state.view(-1, net.heads, net.dim, net.size)
+        def one(taken: Tensor | slice, states: Sequence[Tensor]) -> Tensor:
+            states = [state.view(net.heads, net.dim, net.size) for state in states]
             return heads_step(inputs[taken], dt[taken], self.rates, b[taken], c[taken], states).flatten(1)
 
         def many(taken: slice, state: Tensor) -> Tensor:
-            states = state.view(net.heads, net.dim, net.size)
-            return heads_scan(inputs[taken], dt[taken], self.rates, b[taken], c[taken], states).flatten(1)
+            state = state.view(net.heads, net.dim, net.size)
+            return heads_scan(inputs[taken], dt[taken], self.rates, b[taken], c[taken], state).flatten(1)
 
         mixed = scanned(plan, self.slot, one, many, self.width)
-        mixed.view(inputs.shape).addcmul_(inputs, self.direct)
         if rows is not None:
-            mixed, gate = mixed.index_select(0, rows), gate.index_select(0, rows)
-        return self.output(self._gated(mixed, F.silu(gate.float())).to(x.dtype))
+            mixed, inputs, gate = (part.index_select(0, rows) for part in (mixed, inputs, gate))
+        return self.output(in_pieces(self._gated, x.dtype, mixed, inputs, gate))
 
-    def _gated(self, mixed: Tensor, gate: Tensor) -> Tensor:
-        if self.multiplier is None:
-            return mixed * gate
-        if self.net.norm == "gated":
-            return self._normed(mixed * gate)
-        return self._normed(mixed) * gate
+    def _gated(self, mixed: Tensor, inputs: Tensor, gate: Tensor) -> Tensor:
+        mixed.view(inputs.shape).addcmul_(inputs, self.direct)
+        gate = F.silu(gate.float(), inplace=True)
+        match self.net.norm:
+            case None:
+                return mixed.mul_(gate)
+            case "gated":
+                return self._normed(mixed.mul_(gate))
+            case "before":
+                return self._normed(mixed).mul_(gate)
 
     def _normed(self, mixed: Tensor) -> Tensor:
+        parts = mixed.view(len(mixed), self.net.norm_groups, -1)
+        squares = torch.linalg.vector_norm(parts, dim=-1, keepdim=True).square_().mul_(1 / parts.shape[-1])
+        parts.mul_(squares.add_(self.net.eps).rsqrt_())
         assert self.multiplier is not None
-        parts = mixed.view(len(mixed), self.net.norm_groups, self.width // self.net.norm_groups)
-        squares = parts.square().mean(-1, keepdim=True)
-        return (parts * squares.add_(self.net.eps).rsqrt_()).view(mixed.shape) * self.multiplier
+        return mixed.mul_(self.multiplier)
 
 
 class _Turns:
@@ -221,17 +233,16 @@ class _Turns:
 
     def __init__(self, plan: StatePlan) -> None:
         counts = np.array(plan.counts)
-        one = np.flatnonzero(counts == 1)
+        self.one = np.flatnonzero(counts == 1).tolist()
         self.many = np.flatnonzero(counts > 1).tolist()
-        self.one = torch.from_numpy(one)
-        self.rows = torch.from_numpy(plan.starts[one])
+        self.rows = torch.from_numpy(plan.starts[self.one])
         self.parts = [slice(start, start + count) for start, count in zip(plan.starts, plan.counts, strict=True)]
 
 
 def scanned(
     plan: StatePlan,
     slot: int,
-    one: Callable[[Tensor | slice, Tensor], Tensor],
+    one: Callable[[Tensor | slice, Sequence[Tensor]], Tensor],
     many: Callable[[slice, Tensor], Tensor],
     width: int,
 ) -> Tensor:
@@ -240,29 +251,49 @@ def scanned(
     Args:
         plan: of the states.
         slot: the layer's place in the group.
-        one: computes rows, each a sequence's one token, with their states ``[sequences, elements]``, in place.
+        one: computes rows, each a sequence's one token, with their states ``[elements]``, in place.
         many: computes the rows of one sequence with its state ``[elements]``, in place.
         width: of what they return.
 
     Returns:
         float32 ``[tokens, width]``.
     """
-    state = plan.read_state(slot, torch.float32)
     turns = plan.once(_Turns, _Turns)
+    states, read = plan.in_place(slot, torch.float32), None
+    if states is None:
+        read = plan.read_state(slot, torch.float32)
+        states = list(read.unbind())
     if not turns.many:
-        out = one(slice(None), state)
+        out = one(slice(None), states)
     else:
         out = torch.empty(sum(plan.counts), width)
-        if turns.one.numel():
-            some = state.index_select(0, turns.one)
-            out[turns.rows] = one(turns.rows, some)
-            state.index_copy_(0, turns.one, some)
+        if turns.one:
+            out[turns.rows] = one(turns.rows, [states[number] for number in turns.one])
         for number in turns.many:
-            out[turns.parts[number]] = many(turns.parts[number], state[number])
-    plan.write_state(slot, state)
+            out[turns.parts[number]] = many(turns.parts[number], states[number])
+    if read is not None:
+        plan.write_state(slot, read)
+    return out
+
+
+def in_pieces(compute: Callable[..., Tensor], dtype: torch.dtype, *parts: Tensor) -> Tensor:
+    """What ``compute`` makes of some rows at a time, so that they stay in a core's cache between its operators."""
+    first, *_ = parts
+    if len(first) <= ROWS:
+        return compute(*parts).to(dtype)
+    out = first.new_empty(first.shape, dtype=dtype)
+    for into, *pieces in zip(*(part.split(ROWS) for part in (out, *parts)), strict=True):
+        into.copy_(compute(*pieces))
     return out
 
 
 def _linear(checkpoint: Checkpoint, name: str, outputs: int, inputs: int, bias: bool) -> Linear:
-    weight = checkpoint.tensor(f"{name}.weight", (outputs, inputs))
-    return Linear(weight, checkpoint.tensor(f"{name}.bias", (outputs,)) if bias else None)
+    """A product; behind its outputs there may be zeros, to whole panels of the kernels."""
+    whole = -(-outputs // _PANEL) * _PANEL
+
+    def padded(kind: str, *tail: int) -> Tensor:
+        read = torch.zeros(whole, *tail, dtype=checkpoint.dtype)
+        checkpoint.read(f"{name}.{kind}", (outputs, *tail), read[:outputs])
+        return read
+
+    return Linear(padded("weight", inputs), padded("bias") if bias else None)
