@@ -94,7 +94,11 @@ class Decoder:
             rotations=[rotary.tables(step.positions, self.dtype, self.kernels) for rotary in self.rotaries],
             plans=step.plans,
         )
-        stream = Residual(x) if self.kernels is None else FusedResidual(x, self.kernels)
+        stream: Residual | FusedResidual
+        if self.kernels is None or network.wide:
+            stream = Residual(x.float() if network.wide else x, self.dtype)
+        else:
+            stream = FusedResidual(x, self.kernels)
         for layer in self.layers:
             # Behind the last mixer only what is sampled is read, in the order of the step's chunks.
             rows = step.sampled if layer is self.layers[-1] else None

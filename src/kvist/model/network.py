@@ -216,6 +216,7 @@ class Network:
         positions: name and rows of a learned embedding of positions, or None.
         softcap: logits become ``softcap x tanh(logit / softcap)``.
         logits_scale: factor of the logits.
+        wide: the stream of residuals is float32 whatever the compute type.
         norm_offset: added to the multipliers of norms in safetensors (Gemma publishes them as offsets from one).
         parts: where a tensor lies in safetensors.
         ignored: endings of stored names that are no part of the network, such as buffers.
@@ -233,6 +234,7 @@ class Network:
     positions: tuple[str, int] | None = None
     softcap: float | None = None
     logits_scale: float | None = None
+    wide: bool = False
     norm_offset: float = 0.0
     parts: Callable[[str], Part] = whole
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)

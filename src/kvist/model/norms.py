@@ -61,9 +61,11 @@ class Residual:
 
     Args:
         x: ``[rows, width]``, copied.
+        dtype: of what norms give.
     """
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         rows, width = x.shape
         self.mirrored = torch.empty(rows, 2 * width, dtype=x.dtype)
         self.x = self.mirrored[:, :width]
@@ -77,15 +79,15 @@ class Residual:
     def normed(self, norm: AnyNorm | None) -> Tensor:
         """``norm`` of the stream; without one the stream itself, not to be written to."""
         if norm is None:
-            return self.x
+            return self.x.to(self.dtype)
         if isinstance(norm, LayerNorm):
-            return norm(self.x)
+            return norm(self.x).to(self.dtype)
         torch.neg(self.x, out=self.negative)
-        return norm.of_mirrored(self.mirrored)
+        return norm.of_mirrored(self.mirrored).to(self.dtype)
 
     def rows(self, index: Tensor) -> "Residual":
         """Some rows of the stream, copied."""
-        return Residual(self.x.index_select(0, index))
+        return Residual(self.x.index_select(0, index), self.dtype)
 
 
 class FusedResidual:

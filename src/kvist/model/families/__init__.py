@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from kvist.errors import UnsupportedModel
-from kvist.model.families import deepseek, dense, gpt2, llama4, mixtures, qwen3_next, states
+from kvist.model.families import deepseek, dense, gpt2, hybrids, llama4, mixtures, qwen3_next, states
 from kvist.model.families.keys import Keys
 from kvist.model.network import Network
 from kvist.spec.layers import Attention, Indexer, Latent, Layer
@@ -17,6 +17,7 @@ FAMILIES: Mapping[str, Callable[[Keys], Network]] = {
     **qwen3_next.FAMILIES,
     **deepseek.FAMILIES,
     **states.FAMILIES,
+    **hybrids.FAMILIES,
 }
 
 
