@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvist.kernels.decays import decayed
+from kvist.kernels.decays import decayed, decays_of
 from kvist.store.layouts import Index
 
 CHUNK = 64
@@ -127,7 +127,6 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Ten
     heads, value_dim = v.shape[2:]
     repeats = heads // key_heads
     out = v.new_empty(chunks.size, heads, CHUNK, value_dim)
-    above = torch.full((CHUNK, CHUNK), float("-inf"), dtype=v.dtype).triu(1)
     eye = torch.eye(CHUNK, dtype=v.dtype)
     for run in chunks.runs:
         part = slice(run.begin, run.end)
@@ -135,9 +134,7 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Ten
         # [chunk, key head, query or key, place, dim]
         qk = torch.stack((q[part], k[part]), 1).permute(0, 3, 1, 2, 4).reshape(-1, 2 * CHUNK, key_dim)
         products = torch.bmm(qk, qk[:, CHUNK:].transpose(1, 2)).view(count, key_heads, 1, 2, CHUNK, CHUNK)
-        sums = g[part].cumsum(-1)
-        decays = decayed((sums.unsqueeze(-1) - sums.unsqueeze(-2)).add_(above))
-        past_decays = decayed(sums)
+        decays, past_decays = decays_of(g[part])
         scores = products * decays.view(count, key_heads, repeats, 1, CHUNK, CHUNK)
         scores = scores.view(count * heads, 2, CHUNK, CHUNK)
         rates = beta[part].reshape(count * heads, CHUNK, 1)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvist.kernels.decays import decayed
+from kvist.kernels.decays import decayed, decays_of
 
 CHUNK = 64
 """Tokens of Mamba-2 that are multiplied with each other at once."""
@@ -37,17 +37,14 @@ def heads_scan(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, state
     wide = state.view(groups, -1, size)
     logs = dt * rates
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    above = torch.full((CHUNK, CHUNK), float("-inf"), dtype=x.dtype).triu_(1)
     for begin in range(0, tokens, CHUNK):
         part = slice(begin, min(begin + CHUNK, tokens))
         count = part.stop - begin
-        sums = logs[part].t().cumsum(-1)
-        between = decayed((sums.unsqueeze(-1) - sums.unsqueeze(-2)).add_(above[:count, :count]))
+        between, past = decays_of(logs[part].t())
         given = x[part] * dt[part].unsqueeze(-1)
         left = given * between[:, -1].t().unsqueeze(-1)
         own_b, own_c = b[part].transpose(0, 1), c[part].transpose(0, 1)
         between.view(groups, -1, count, count).mul_(torch.bmm(own_c, own_b.transpose(1, 2)).unsqueeze(1))
-        past = decayed(sums)
         seen = torch.bmm(own_c, wide.transpose(1, 2)).view(groups, count, -1, dim).transpose(1, 2)
         seen = seen.reshape(heads, count, dim).mul_(past.unsqueeze(-1))
         out[part].transpose(0, 1).copy_(seen.baddbmm_(between, given.transpose(0, 1)))

@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvist.errors import UnsupportedModel
 from kvist.model.experts import Experts, stacked
 from kvist.model.families.keys import Keys
 from kvist.model.families.mixtures import expert_count
@@ -38,20 +37,14 @@ def _state(
         width: of all heads.
         norm: see :class:`Mamba2`.
         out_bias: key of the output's bias.
-
-    Raises:
-        UnsupportedModel: heads as wide as is written are not that wide together.
     """
     heads, groups = keys.need("mamba_n_heads"), keys.need("mamba_n_groups")
-    dim = width // heads if keys.config["mamba_d_head"] == "auto" else keys.need("mamba_d_head")
-    if width != heads * dim:
-        raise UnsupportedModel(f"mamba_d_head: {heads} heads of {dim} are not {width} wide", key="mamba_d_head")
     least, most = limits(keys)
     return Mamba2(
         prefix=prefix,
         hidden=keys.need("hidden_size"),
         heads=heads,
-        dim=dim,
+        dim=width // heads,
         groups=groups,
         size=keys.need("mamba_d_state"),
         kernel=keys.need("mamba_d_conv"),

@@ -221,7 +221,7 @@ class Mamba2Mixer:
                 return self._normed(mixed).mul_(gate)
 
     def _normed(self, mixed: Tensor) -> Tensor:
-        parts = mixed.view(len(mixed), self.net.norm_groups, -1)
+        parts = mixed.view(len(mixed), self.net.norm_groups, self.width // self.net.norm_groups)
         squares = torch.linalg.vector_norm(parts, dim=-1, keepdim=True).square_().mul_(1 / parts.shape[-1])
         parts.mul_(squares.add_(self.net.eps).rsqrt_())
         assert self.multiplier is not None
