@@ -112,7 +112,7 @@ class Logits:
             return torch.mv(self.weight, x[0]).float()[None]
         out = torch.empty(len(x), len(self.weight))
         # Of more rows at once it makes two to four times as much work a row.
-        for some, into in zip(x.split(_FEW_LOGITS), out.split(_FEW_LOGITS), strict=True):
+        for some, into in zip(torch.split(x, _FEW_LOGITS), torch.split(out, _FEW_LOGITS), strict=True):
             into.copy_(torch.mm(self.weight, some.t()).t())
         return out
 

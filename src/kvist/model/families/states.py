@@ -180,7 +180,7 @@ def _jamba(keys: Keys) -> Network:
     )
 
 
-FAMILIES = {
+FAMILIES: dict[str, Callable[[Keys], Network]] = {
     "mamba": partial(_mamba, normed=False),
     "falcon_mamba": partial(_mamba, normed=True),
     "mamba2": _mamba2,

@@ -282,7 +282,7 @@ def in_pieces(compute: Callable[..., Tensor], dtype: torch.dtype, *parts: Tensor
     if len(first) <= ROWS:
         return compute(*parts).to(dtype)
     out = first.new_empty(first.shape, dtype=dtype)
-    for into, *pieces in zip(*(part.split(ROWS) for part in (out, *parts)), strict=True):
+    for into, *pieces in zip(*(torch.split(part, ROWS) for part in (out, *parts)), strict=True):
         into.copy_(compute(*pieces))
     return out
 
