@@ -25,10 +25,11 @@ from kvist.model.mixers.latent import LatentAttention
 from kvist.model.mixers.places import Plan
 from kvist.model.weights import dtype_named
 from kvist.scheduler import Batch, Chunk
-from kvist.spec.layers import Latent, State
+from kvist.spec.layers import State
 from kvist.spec.model import ModelSpec
-from kvist.store.layouts import Index, PagedKV, PagedLatents, Scratch, check_format
+from kvist.store.layouts import Index, PagedLatents, Scratch, check_format
 from kvist.store.states import StateSpan, StateStore
+from kvist.store.stores import store_of
 from kvist.units import format_size
 
 Memory = PagedMemory | PagedAttention | LatentMemory | StateStore
@@ -108,15 +109,14 @@ class Runner:
 
     def _memory(self, group: Group, number: int, scratch: Scratch) -> Memory:
         """The group's memory as its layers see it: compiled kernels' where there are any and they can."""
-        if group.lifetime == "state":
-            return StateStore(self.arena, group, self.layout, number)
+        store = store_of(self.arena, group, self.layout, number, scratch)
+        if isinstance(store, StateStore):
+            return store
         decoder = self.decoder
-        if isinstance(group.layer, Latent):
+        if isinstance(store, PagedLatents):
             mixers = [decoder.network.blocks[layer].mixer for layer in group.layers]
             (scale,) = {net.scale for net in mixers if isinstance(net, LatentAttention)}
-            latents = PagedLatents(self.arena, group, self.layout, number, scratch)
-            return LatentMemory(latents, Scores(scale=scale), decoder.dtype)
-        store = PagedKV(self.arena, group, self.layout, number, scratch)
+            return LatentMemory(store, Scores(scale=scale), decoder.dtype)
         nets = [net for layer in group.layers for net in decoder.network.blocks[layer].attention]
         (scores,) = {Scores(scale=net.scale, softcap=net.softcap) for net in nets}
         (repeats,) = {net.heads // net.kv_heads for net in nets}
