@@ -66,7 +66,7 @@ def test_after_short_prompts_as_many_long_ones_fit_as_in_a_fresh_arena(model: st
     for tokens in (SHORT, LONG, SHORT, LONG):
         held = traffic.fill(tokens)
         assert len(held) == fresh[tokens]
-        assert lent.setdefault(tokens, traffic.slabs()) == pytest.approx(traffic.slabs(), abs=2)
+        assert lent.setdefault(tokens, traffic.slabs()) == pytest.approx(traffic.slabs(), rel=0.03, abs=2)
         traffic.leave(held)
     full = [group.lifetime for group in traffic.groups].index("full")
     assert lent[LONG][full] > 1.5 * lent[SHORT][full], "the slabs of windows or states went to full attention"
@@ -80,4 +80,4 @@ def test_prompts_that_stay_strand_little(model: str) -> None:
     traffic.leave([sequence for sequence in held if sequence not in stay])
     more = traffic.fill(LONG)
     assert more
-    print(model, len(stay), len(more), traffic.stranded() / 2**30)
+    assert traffic.stranded() < 0.02 * 2**30
