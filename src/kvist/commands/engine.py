@@ -4,7 +4,8 @@ import argparse
 from typing import Any
 
 from kvist import cli_values as values
-from kvist.commands.options import BLOCK, add_command, add_format, add_json
+from kvist.commands.options import BLOCK, add_command, add_format, add_json, check_place
+from kvist.errors import InputError
 
 
 def add_generate(commands: Any) -> None:
@@ -35,7 +36,13 @@ def add_generate(commands: Any) -> None:
     command.add_argument(
         "--stop", type=values.stop_text, action="append", metavar="TEXT", help="end before this text; repeatable"
     )
-    command.add_argument("--no-cache", action="store_true", help="compute every token again at each step")
+    command.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="answer again, computing every token anew at each step, for a minute at most: a table of what the cache "
+        "saves",
+    )
+    command.add_argument("--plot", metavar="FILE", help="with --no-cache: a picture, .png or .svg (needs kvist[plot])")
     template = command.add_mutually_exclusive_group()
     template.add_argument("--chat", action="store_true", default=None, help="put the prompt in the chat template")
     template.add_argument("--raw", dest="chat", action="store_false", help="take the prompt as it is")
@@ -76,6 +83,13 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
 
 def run_generate(args: argparse.Namespace) -> int:
     """``kvist generate``: ``args`` has the options by name, ``model`` (None: the default) and ``prompt``."""
+    if args.plot is not None:
+        if not args.no_cache:
+            raise InputError("plot: draws what the cache saves; add `no_cache`", key="plot")
+        from kvist.report.simulation_plot import check_plot
+
+        check_place(args.plot)
+        check_plot(args.plot)
     from kvist.engine.commands import generate
 
     code: int = generate(args)

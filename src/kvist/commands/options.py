@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvist import cli_values as values
+from kvist.errors import InputError
 
 BLOCK = values.tokens(most=2**20)
 MODEL_HELP = "config.json, model directory, .gguf file or known name"
@@ -69,3 +70,18 @@ def print_json(content: dict[str, Any]) -> int:
 
     print(json.dumps(content, indent=2))
     return 0
+
+
+def check_place(path: str) -> None:
+    """Tell before long work that its picture has no place to go to.
+
+    Raises:
+        InputError: ``path`` is a directory, or lies in none.
+    """
+    from pathlib import Path
+
+    place = Path(path)
+    if place.is_dir():
+        raise InputError(f"{path}: cannot be written: is a directory; name a file in it")
+    if not place.parent.is_dir():
+        raise InputError(f"{path}: cannot be written: there is no directory {place.parent}; make it first")

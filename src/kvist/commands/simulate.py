@@ -5,7 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kvist import cli_values as values
-from kvist.commands.options import BLOCK, add_command, add_format, add_json, add_machine, print_json
+from kvist.commands.options import BLOCK, add_command, add_format, add_json, add_machine, check_place, print_json
 from kvist.errors import InputError
 
 if TYPE_CHECKING:
@@ -207,17 +207,6 @@ def trace_of(args: argparse.Namespace) -> "Trace":
     )
 
 
-def _check_place(path: str) -> None:
-    """Tell before a long simulation that its picture has no place to go to."""
-    from pathlib import Path
-
-    place = Path(path)
-    if place.is_dir():
-        raise InputError(f"{path}: cannot be written: is a directory; name a file in it")
-    if not place.parent.is_dir():
-        raise InputError(f"{path}: cannot be written: there is no directory {place.parent}; make it first")
-
-
 def run_simulate(args: argparse.Namespace) -> int:
     """``kvist simulate``."""
     from kvist.simulation.question import simulate
@@ -230,7 +219,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     question = question_of(args)
     for path in (args.plot, args.html):
         if path is not None:
-            _check_place(path)
+            check_place(path)
     if args.plot is not None:
         from kvist.report.simulation_plot import check_plot
 

@@ -3,56 +3,132 @@
 import json
 import sys
 from argparse import Namespace
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from itertools import takewhile
+from secrets import randbits
+from time import perf_counter
 from typing import Any
 
 from kvist.engine.answer import Answer, Event
 from kvist.engine.engine import Engine
 from kvist.engine.sampler import SamplingParams
 from kvist.errors import EngineFailure, UnsupportedModel
+from kvist.report.saving import Saving, print_saving
 from kvist.spec.formats import CacheFormat
-from kvist.units import format_size
+from kvist.units import counted, format_size
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")
 _DEFAULT_MAX_TOKENS = 256
+# Seconds: its time grows with the square of the length.
+_LONGEST_WITHOUT = 60.0
 
 
 def generate(args: Namespace) -> int:
     """Answer ``args.prompt``; return the exit code.
 
     ``args`` has what the command line gives: model, prompt, the sampling parameters, chat (None: where the model has a
-    template), dtype, memory, key, value, block, no_cache, json. Text streams to standard output, all else goes to
-    standard error; with ``json`` the answer is one JSON object.
+    template), dtype, memory, key, value, block, no_cache, plot, json. Text streams to standard output, all else goes to
+    standard error; with ``json`` the answer is one JSON object. With ``no_cache`` the answer is made a second time, all
+    tokens computed again at each step, for a minute at most: ``timing`` is of that run, and the table says what the
+    cache saves.
     """
     given: dict[str, Any] = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
+    if args.no_cache:
+        # Both answers draw the same.
+        given.setdefault("seed", randbits(63))
     params = SamplingParams(**{"max_tokens": _DEFAULT_MAX_TOKENS, "stop": tuple(args.stop or ()), **given})
     engine = Engine(*([args.model] if args.model else []), **_settings(args))
     prompt, how = _prompt(engine, args.prompt, args.chat)
-    answer = Answer(prompt_tokens=len(prompt))
-    events: list[Event] = []
-    engine.submit(prompt, params, on_event=events.append)
     _note(f"{engine.model_id}, computing in {engine.dtype}, cache {engine.format}, {how}")
     try:
-        while answer.finish_reason is None:
-            engine.step()
-            for event in events:
-                answer.add(event)
-                if not args.json:
-                    print(event.text, end="", flush=True)
-            events.clear()
+        made = _answer(engine, prompt, params, show=not args.json)
     finally:
         if not args.json:
             print(flush=True)
-    if answer.finish_reason == "error":
-        raise EngineFailure(answer.error or "a step failed")
+    if not args.json:
+        _print_account(made.answer)
+    content = made.answer.to_dict()
+    if args.no_cache:
+        saving, timing = _without_cache(engine, prompt, params, made)
+        content |= {"timing": timing, "saving": saving.to_dict()}
+        if args.plot is not None:
+            from kvist.report.saving_plot import plot_saving
+
+            plot_saving(saving, engine.model_id, args.plot)
+        if not args.json:
+            with redirect_stdout(sys.stderr):
+                print_saving(saving)
+        _note(_verdict(saving))
     if args.json:
-        print(json.dumps(answer.to_dict(), ensure_ascii=False))
-    else:
-        _print_account(answer)
+        print(json.dumps(content, ensure_ascii=False))
     return 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    """An answer; ``seconds`` from its request to each token."""
+
+    answer: Answer
+    seconds: list[float]
+
+
+def _answer(
+    engine: Engine, prompt: list[int], params: SamplingParams, *, show: bool, limit: float | None = None
+) -> _Made:
+    """Make an answer; after ``limit`` seconds it is stopped, but not before its second token, which gives a speed."""
+    made = _Made(answer=Answer(prompt_tokens=len(prompt)), seconds=[])
+    answer = made.answer
+    events: list[Event] = []
+    started = perf_counter()
+    request = engine.submit(prompt, params, on_event=events.append)
+    while answer.finish_reason is None:
+        engine.step()
+        now = perf_counter() - started
+        for event in events:
+            answer.add(event)
+            made.seconds.extend(now for _ in event.token_ids)
+            if show:
+                print(event.text, end="", flush=True)
+        events.clear()
+        if limit is not None and now > limit and len(made.seconds) > 1:
+            engine.abort(request)
+    if answer.finish_reason == "error":
+        raise EngineFailure(answer.error or "a step failed")
+    return made
+
+
+def _without_cache(
+    engine: Engine, prompt: list[int], params: SamplingParams, cached: _Made
+) -> tuple[Saving, dict[str, Any]]:
+    """Make the answer again with nothing kept between steps; returns the comparison, and the timing of this run."""
+    _note(f"computing it again without the cache, for {_LONGEST_WITHOUT:.0f} s at most")
+    engine.reuse = False
+    again = _answer(engine, prompt, params, show=False, limit=_LONGEST_WITHOUT)
+    pairs = zip(cached.answer.tokens, again.answer.tokens, strict=False)
+    saving = Saving(
+        prompt_tokens=len(prompt),
+        cached=cached.seconds,
+        uncached=again.seconds,
+        equal_tokens=sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)),
+        stopped=again.answer.finish_reason == "abort",
+    )
+    return saving, again.answer.timing
+
+
+def _verdict(saving: Saving) -> str:
+    count = counted(saving.compared, "token")
+    until = f"stopped after {count}" if saving.stopped else f"{count}"
+    if saving.equal:
+        return f"without the cache: {until}, the same"
+    return (
+        f"without the cache: {until}, the first {saving.equal_tokens:,} the same; many tokens at once are rounded "
+        f"otherwise than one (--dtype f32 rounds less)"
+    )
+
+
 def _settings(args: Namespace) -> dict[str, Any]:
-    settings: dict[str, Any] = {"reuse": not args.no_cache, "max_running": 1}
+    settings: dict[str, Any] = {"prefix_cache": not args.no_cache, "max_running": 1}
     for name, value in (("dtype", args.dtype), ("memory", args.memory), ("block_tokens", args.block)):
         if value is not None:
             settings[name] = value

@@ -73,7 +73,7 @@ class _Drawn:
 
 
 def check_plot(path: str) -> None:
-    """Tell before a long simulation what would keep its picture from being written.
+    """Tell before long work what would keep its picture from being written.
 
     Raises:
         InputError: the name ends in neither ``.png`` nor ``.svg``, or matplotlib is not installed.
@@ -95,23 +95,32 @@ def plot(result: SimulationResult, path: str) -> None:
         BadFile: it cannot be written.
     """
     check_plot(path)
-    with _settings():
+    with picture_settings():
         timed = {
             name: _drawn(each.timeline)
             for name, each in result.policies.items()
             if each.timeline is not None and each.timeline.seconds.size
         }
-        figure = _timelines(result, timed) if timed else _bars(result)
-        suffix = Path(path).suffix.lower()
-        try:
-            # Neither format says when it was made.
-            figure.savefig(path, format=suffix[1:], dpi=DPI, metadata={"Date": None} if suffix == ".svg" else None)
-        except OSError as error:
-            raise BadFile(f"{path}: cannot be written: {error.strerror or error}", key="plot") from error
+        write_picture(_timelines(result, timed) if timed else _bars(result), path)
+
+
+def write_picture(figure: "Figure", path: str) -> None:
+    """Write a figure as a PNG or SVG, by the suffix of ``path``; the same one as the same bytes.
+
+    Raises:
+        BadFile: it cannot be written.
+    """
+    suffix = Path(path).suffix.lower()
+    try:
+        # Neither format says when it was made.
+        figure.savefig(path, format=suffix[1:], dpi=DPI, metadata={"Date": None} if suffix == ".svg" else None)
+    except OSError as error:
+        raise BadFile(f"{path}: cannot be written: {error.strerror or error}", key="plot") from error
 
 
 @contextmanager
-def _settings() -> Iterator[None]:
+def picture_settings() -> Iterator[None]:
+    """Letters, lines and colours of every picture."""
     import matplotlib
 
     with warnings.catch_warnings(), matplotlib.rc_context(_SETTINGS):
