@@ -26,7 +26,7 @@ from kvist.traces.trace import Trace
 
 TRACE = Path(__file__).resolve().parents[2] / "shared/data/traces/mooncake_fast25_conversation.jsonl.gz"
 SITES = {
-    "gemma-3-27b-it": "H100",
+    "gemma-3-1b-it": "H100",
     "gpt-oss-20b": "H100",
     "jamba-v0.1": "H200",
     "qwen3-next-80b-a3b": "H200x2",

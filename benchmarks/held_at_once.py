@@ -3,7 +3,8 @@
 ``kvist`` admits sequences of the context's length, of which nothing is shared, to the engine's own cache manager until
 one is refused; each is written in the chunks that the scheduler would cut. No tensors are made. ``logical`` is the
 memory over the exact bytes of one such sequence, windows and states included and nothing rounded to blocks. ``vLLM`` is
-the concurrency that vLLM prints on a CPU, by its own account (``kvist.planning.engines.vllm``).
+the concurrency that vLLM prints, by its own account (``kvist.planning.engines.vllm``), with its defaults for a CPU and
+for a GPU, where steps in flight are larger and windows keep room for them.
 
     python benchmarks/held_at_once.py [--memory 1GiB] [--context 8192] [MODEL ...]
 """
@@ -34,12 +35,15 @@ FORMAT = CacheFormat()
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Sequences at once: those that the manager took, what bytes allow, what vLLM prints (None: it would not start)."""
+    """Sequences at once: those that the manager took, what bytes allow, what vLLM prints.
+
+    It prints one number on a CPU and another on a GPU; None where it would not start.
+    """
 
     model: str
     held: int
     logical: float
-    vllm: float | None
+    vllm: tuple[float | None, float | None]
 
     @property
     def share(self) -> float:
@@ -61,19 +65,22 @@ def count(model: str, memory: int, context: int) -> Held:
         held.append(sequence)
     assert all(sequence.length == context for sequence in held)
     assert sum(manager.held_bytes(sequence) for sequence in held) <= memory
-    settings = {"device": "cpu", "dtype": "bfloat16"}
-    try:
-        account = engine_account(
-            spec, FORMAT, engine="vllm", budget=EngineBudget(cache=memory), context=context, settings=settings
-        )
-    except DoesNotFit:
-        account = None
     return Held(
         model=spec.name,
         held=len(held),
         logical=memory / spec.sequence_bytes(context, FORMAT),
-        vllm=account and account.max_concurrency,
+        vllm=(_vllm(spec, memory, context, device="cpu"), _vllm(spec, memory, context)),
     )
+
+
+def _vllm(spec: ModelSpec, memory: int, context: int, **settings: str) -> float | None:
+    budget = EngineBudget(cache=memory)
+    said = {"dtype": "bfloat16", **settings}
+    try:
+        account = engine_account(spec, FORMAT, engine="vllm", budget=budget, context=context, settings=said)
+    except DoesNotFit:
+        return None
+    return account.max_concurrency
 
 
 def _write(manager: CacheManager, sequence: Sequence) -> bool:
@@ -99,17 +106,12 @@ def main() -> None:
     args = parser.parse_args()
 
     print(f"{args.memory} for the cache, sequences of {args.context:,} tokens, bf16\n")
-    print("| model | kvist holds | logical limit | of its whole sequences | vLLM prints | kvist / vLLM |")
+    print("| model | kvist holds | logical limit | of its whole sequences | vLLM, CPU | vLLM, GPU |")
     print("|---|---|---|---|---|---|")
     for model in args.models:
         found = count(model, parse_size(args.memory, key="memory"), args.context)
-        theirs = (
-            ("does not start", "-") if found.vllm is None else (f"{found.vllm:.2f}", f"{found.held / found.vllm:.2f}")
-        )
-        print(
-            f"| {found.model} | {found.held} | {found.logical:.2f} | {found.share:.1%} | {theirs[0]} | {theirs[1]} |",
-            flush=True,
-        )
+        theirs = " | ".join("does not start" if each is None else f"{each:.2f}" for each in found.vllm)
+        print(f"| {found.model} | {found.held} | {found.logical:.2f} | {found.share:.1%} | {theirs} |", flush=True)
 
 
 if __name__ == "__main__":

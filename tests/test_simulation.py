@@ -203,12 +203,19 @@ def test_bytes_are_conserved_in_every_step(name: str, policy: str, monkeypatch: 
     seen = []
     state = Replica._state
 
-    def checked(self: Replica) -> tuple[float, ...]:
+    def checked(self: Replica) -> tuple[int, ...]:
         found = state(self)
         arena, layout = self.manager.arena, self.shape.layout
         free = sum(arena.free(group) * size for group, size in enumerate(layout.block_bytes))
         free += arena.free_slabs * layout.slab_bytes
-        assert found[HELD] + found[CACHED] + free + found[TAILS] == layout.total_bytes
+        tails = [
+            arena.lent(group) // per_slab * (layout.slab_bytes - per_slab * size)
+            for group, (per_slab, size) in enumerate(zip(layout.blocks_per_slab, layout.block_bytes, strict=True))
+        ]
+        assert found[HELD] + found[CACHED] + free + sum(tails) == layout.total_bytes
+        assert found[TAILS] == sum(
+            tail * arena.held(group) // arena.lent(group) for group, tail in enumerate(tails) if tail
+        )
         assert 0 <= found[UNUSED] <= found[HELD]
         # Not one block is held whose tokens are not counted, in groups of any kind.
         assert found[UNUSED] == sum(

@@ -36,8 +36,9 @@ class ArenaLayout:
 
         A slab is one of the first 16 multiples of the largest block: of those whose tails waste at most 1 % in every
         group, or else of the least wasteful, the one that wastes the least as a share of the memory. That is its
-        longest tail, of which 0.2 % count as none, and half a slab of each group, as its last one is filled on
-        average. So small memories have small slabs, which move easily, and large ones hardly any tails.
+        longest tail, of which 0.2 % count as none, and two slabs of each group: what a group cannot give back,
+        because its last slab is not full and blocks that come and go lie between such as stay. So small memories have
+        small slabs, which move easily, and large ones hardly any tails.
 
         Raises:
             DoesNotFit: there is not one slab for each group.
@@ -45,11 +46,11 @@ class ArenaLayout:
         sizes = tuple(group.block_bytes for group in groups)
         largest = max(sizes)
         affordable = max(1, min(_MAX_LARGEST_BLOCKS_PER_SLAB, memory_bytes // (len(sizes) * largest)))
-        halves = len(sizes) / 2
+        ends = 2 * len(sizes)
 
         def waste(slab: int) -> tuple[float, float, int]:
             tail = max(slab % size / slab for size in sizes)
-            return max(_ACCEPTED_TAIL, tail), max(_NO_TAIL, tail) + halves * slab / max(1, memory_bytes), slab
+            return max(_ACCEPTED_TAIL, tail), max(_NO_TAIL, tail) + ends * slab / max(1, memory_bytes), slab
 
         slab = min((count * largest for count in range(1, affordable + 1)), key=waste)
         num_slabs = memory_bytes // slab

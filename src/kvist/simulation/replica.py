@@ -244,10 +244,12 @@ class Replica:
         arena, running = self.manager.arena, self.scheduler.running
         held = cached = tails = 0
         for group, size in enumerate(self.shape.layout.block_bytes):
-            held += arena.held(group) * size
+            blocks = arena.held(group)
+            held += blocks * size
             cached += arena.cached(group) * size
             if self._tails[group]:
-                tails += arena.lent(group) // self.shape.layout.blocks_per_slab[group] * self._tails[group]
+                # Its share of what its slabs have left over; what is cached and free has its own.
+                tails += blocks * self._tails[group] // self.shape.layout.blocks_per_slab[group]
         unused = 0
         if self._token_bytes:
             for request in running:

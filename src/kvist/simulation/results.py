@@ -91,7 +91,7 @@ class PolicyResult:
         mean_running: over the time in which there was work; of several replicas those of each, added up.
         waste_ratio: reserved bytes that held no token, over reserved bytes of running requests; means over time.
         waste: the same by cause: ``unused`` (reserved for an answer that did not come, the ends of blocks included)
-            and ``slab_tails``.
+            and ``slab_tails`` (what is left over of the slabs that their blocks lie in, by their share).
         reserved_bytes_peak: most bytes of running requests at once, waste included; added up likewise.
         cache_bytes: the memory that it had.
         ttft, tpot, latency, queue: seconds to the first token, for each further token, to the last token, and until
