@@ -72,6 +72,9 @@ def engine(directory: Path, **settings: Any) -> Engine:
 FORMATS = [
     CacheFormat(key=key, value=value)
     for key, value in [("f32", "f32"), ("bf16", "bf16"), ("f32", "bf16"), ("f16", "f32")]
+] + [
+    CacheFormat(key="bf16", value="f16", keep_layers=1),
+    CacheFormat(layers={1: CacheFormat(key="f32", value="f16")}),
 ]
 
 
@@ -86,17 +89,17 @@ def test_planned_bytes_are_allocated_bytes(directory: Path, fmt: CacheFormat, bl
     for tokens in (1, block - 1, block, 41, 100, 163):
         (answer,) = made.generate([[7] * tokens], max_tokens=5, temperature=0, ignore_eos=True)
         stored = tokens + 4
-        planned = plan(spec, format=fmt, cache_memory=layout.total_bytes, context=stored, block_tokens=block)
+        planned = plan(spec, format=made.format, cache_memory=layout.total_bytes, context=stored, block_tokens=block)
         assert planned.capacity is not None
         assert planned.capacity.sequence_allocated >= answer.account["allocated_bytes"]
         by_hand = sum(
             (-(-stored // block) - (max(0, stored - layer.window + 1) // block if layer.window else 0))
             * block
-            * layer.token_bytes(fmt)
-            for layer in spec.layers
+            * layer.token_bytes(made.format.of_layer(index, len(spec.layers)))
+            for index, layer in enumerate(spec.layers)
         )
         assert answer.account["planned_bytes"] == answer.account["allocated_bytes"] == by_hand
-        assert answer.account["waste_bytes"] == -stored % block * spec.append_bytes_per_token(fmt)
+        assert answer.account["waste_bytes"] == -stored % block * spec.append_bytes_per_token(made.format)
 
 
 def test_blocks_do_not_overlap(directory: Path) -> None:

@@ -60,12 +60,13 @@ class Group:
     """Layers that share block tables.
 
     Attributes:
-        name: ``full``, ``window-512``, ``latent``, ``state-mamba2`` …; unique within a cache.
+        name: ``full``, ``window-512``, ``latent``, ``state-mamba2`` …, with the format behind it where that is not the
+            cache's own (``full-bf16``); unique within a cache.
         layer: the shape and lifetime rule that all of them have; one piece of :attr:`Layer.stored`.
         layers: their indices in the model.
         block_tokens: tokens of one block; whole entries and pools, so that it may be larger than that of other groups.
             A state's block holds any number of them.
-        format: how keys and values are stored.
+        format: how keys and values are stored: plain, the same for all of them.
     """
 
     name: str
@@ -166,8 +167,8 @@ class Group:
     def head_run_bytes(self) -> tuple[int, int]:
         """Bytes of one head's run of a block for keys and for values: the unit in which kernels read."""
         return (
-            self.block_tokens * self.format.key_codec.vector_bytes(self.attention.key_dim),
-            self.block_tokens * self.format.value_codec.vector_bytes(self.attention.value_dim),
+            self.block_tokens * self.format.key_bytes(self.attention.key_dim),
+            self.block_tokens * self.format.value_bytes(self.attention.value_dim),
         )
 
     def first_live_block(self, length: int) -> int:
@@ -267,7 +268,7 @@ def groups_of(
 
     Args:
         spec: the model.
-        fmt: how keys and values are stored.
+        fmt: how keys and values are stored; layers that it stores differently are in different groups.
         block_tokens: tokens of a block; groups of compressed layers take the next multiple that is whole entries.
         encoder_tokens: length of the encoder's output, where the model attends to one and does not fix it.
 
@@ -279,21 +280,22 @@ def groups_of(
         raise InputError(
             f"block_tokens: {block_tokens!r}; a whole number of tokens, 1 to {MAX_BLOCK_TOKENS}", key="block_tokens"
         )
-    members: dict[Layer, list[int]] = {}
+    members: dict[tuple[Layer, CacheFormat], list[int]] = {}
+    count, usual = len(spec.layers), replace(fmt.plain, state=None)
     for piece, index in _pieces(spec, encoder_tokens):
-        members.setdefault(piece, []).append(index)
+        members.setdefault(_stored(piece, usual, fmt.of_layer(index, count)), []).append(index)
     if not members:
         raise InputError(f"model: {spec.name} stores nothing of a sequence; there is no cache to cut", key="model")
-    names = _names(members)
+    names = _names(members, usual)
     return tuple(
         Group(
             name=name,
             layer=layer,
             layers=tuple(indices),
             block_tokens=lcm(block_tokens, _indivisible_tokens(layer)),
-            format=fmt,
+            format=plain,
         )
-        for name, (layer, indices) in zip(names, members.items(), strict=True)
+        for name, ((layer, plain), indices) in zip(names, members.items(), strict=True)
     )
 
 
@@ -324,13 +326,28 @@ def _indivisible_tokens(layer: Layer) -> int:
             return 1
 
 
-def _names(layers: Iterable[Layer]) -> list[str]:
+def _stored(piece: Layer, usual: CacheFormat, plain: CacheFormat) -> tuple[Layer, CacheFormat]:
+    """A piece, a state with the codec that it is stored in, and the codecs of its keys and values."""
+    return piece.stored_in(plain), usual if isinstance(piece, State) else replace(plain, state=None)
+
+
+def _names(members: Iterable[tuple[Layer, CacheFormat]], usual: CacheFormat) -> list[str]:
     names: list[str] = []
-    for layer in layers:
-        name = _name(layer)
+    for layer, fmt in members:
+        name = f"{_name(layer)}{_told(fmt, usual)}"
         twins = sum(1 for other in names if other == name or other.startswith(f"{name}."))
         names.append(f"{name}.{twins}" if twins else name)
     return names
+
+
+def _told(fmt: CacheFormat, usual: CacheFormat) -> str:
+    """What a name says of a format: nothing of the cache's own."""
+    if fmt == usual:
+        return ""
+    words = [fmt.key] if fmt.key == fmt.value else [fmt.key, fmt.value]
+    if fmt.rotate and not usual.rotate:
+        words.append("rotated")
+    return "".join(f"-{word}" for word in words)
 
 
 def _name(layer: Layer) -> str:

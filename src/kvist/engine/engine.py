@@ -35,7 +35,7 @@ from kvist.engine.tokenizer import Tokenizer
 from kvist.errors import EngineFailure, InputError, UnsupportedModel
 from kvist.model.families import network_of
 from kvist.model_files import locate
-from kvist.planning.capacity import DEFAULT_CHUNK, allocated_bytes
+from kvist.planning.capacity import DEFAULT_CHUNK, allocated_bytes, most_that_fit
 from kvist.scheduler import Batch, Limits, Request, Scheduler
 from kvist.spec.formats import CacheFormat
 from kvist.spec.known import KNOWN
@@ -81,7 +81,7 @@ class Engine:
     Args:
         model: a name, a model directory or a ``.gguf`` file.
         memory: for the cache, as ``512MiB`` or bytes.
-        format: how keys and values are stored; the compute type where it is left out.
+        format: how keys, values and states are stored; the compute type where it is left out.
         dtype: ``f32``, ``bf16`` or ``f16``; left out, the fastest that this machine computes well.
         block_tokens: tokens of a block.
         max_running: sequences that run at once.
@@ -123,7 +123,7 @@ class Engine:
                 key="max_context",
             )
         self.dtype = dtype or best_dtype()
-        self.format = format or CacheFormat(key=self.dtype, value=self.dtype)
+        self.format = (format or CacheFormat(key=self.dtype, value=self.dtype)).computed_in(self.dtype)
         self.groups = groups_of(spec.computed_in(self.dtype), self.format, block_tokens)
         for group in self.groups:
             check_format(group)
@@ -165,14 +165,18 @@ class Engine:
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens of one group, the full one where there is one, that the arena would hold at its fullest."""
+        """Tokens of the full groups, or of the first where there is none, that the arena would hold at its fullest."""
         layout = self.cache.layout
-        full = [group.lifetime == "full" for group in self.groups]
-        index = full.index(True) if True in full else 0
-        others = [group.peak_blocks(self.max_context, 1) for group in self.groups]
-        others[index] = 0
-        slabs = layout.num_slabs - layout.slabs_for(others)
-        return max(0, slabs) * layout.blocks_per_slab[index] * self.groups[index].block_tokens
+        full = [index for index, group in enumerate(self.groups) if group.lifetime == "full"] or [0]
+        blocks = [group.peak_blocks(self.max_context, 1) for group in self.groups]
+
+        def fits(tokens: int) -> bool:
+            for index in full:
+                blocks[index] = -(-tokens // self.groups[index].block_tokens)
+            return layout.slabs_for(blocks) <= layout.num_slabs
+
+        most = min(layout.num_slabs * layout.blocks_per_slab[index] * self.groups[index].block_tokens for index in full)
+        return most_that_fit(fits, most)
 
     # -- requests -------------------------------------------------------------------------------------------
 
@@ -377,7 +381,7 @@ class Engine:
         with self._lock:
             return {
                 "model": self.model_id,
-                "format": {"key": self.format.key, "value": self.format.value},
+                "format": self.format.to_dict(),
                 "dtype": self.dtype,
                 "uptime_seconds": time.time() - self.started,
                 **self.scheduler.snapshot(self.tokenizer.decode),

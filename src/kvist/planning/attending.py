@@ -88,26 +88,28 @@ def seen_by_chunk(start: int, count: int, until: int | None) -> int:
     return growing * start + growing * (growing + 1) // 2 + (count - growing) * until
 
 
-def attending_of(spec: ModelSpec, fmt: CacheFormat, layers: Iterable[Layer], *, tp: int) -> Attending:
+def attending_of(spec: ModelSpec, fmt: CacheFormat, layers: Iterable[Layer], *, tp: int, first: int = 0) -> Attending:
     """Add up the layers of a rank.
 
     Args:
         spec: the whole model.
-        fmt: how keys and values are stored.
+        fmt: how its keys and values are stored.
         layers: of the rank, heads dealt out.
         tp: ranks that share each layer.
+        first: index in the model of the first of them.
     """
     heads = query_heads(spec.config)
-    counted = _Counted(fmt=fmt, config=spec.config, heads=0.0 if heads is None else heads / tp, lines={})
+    counted = _Counted(config=spec.config, heads=0.0 if heads is None else heads / tp, lines={})
     held = tuple(layers)
     everywhere: tuple[Layer, ...] = ()
     if any(isinstance(layer, Shared) for layer in held):
         everywhere = rank_spec(spec, LayerRange(first=0, end=len(spec.layers)), tp).layers
-    for layer in held:
+    count = len(spec.layers)
+    for index, layer in enumerate(held, first):
         if isinstance(layer, Shared):
-            counted.add(everywhere[layer.source], stores=False)
+            counted.add(everywhere[layer.source], fmt.of_layer(layer.source, count), stores=False)
         else:
-            counted.add(layer)
+            counted.add(layer, fmt.of_layer(index, count))
     lines = counted.lines
     return Attending(
         lines=tuple(
@@ -124,7 +126,6 @@ def attending_of(spec: ModelSpec, fmt: CacheFormat, layers: Iterable[Layer], *, 
 class _Counted:
     """The sums so far; ``lines`` are operations, bytes of a decode and bytes of a chunk by ``until``."""
 
-    fmt: CacheFormat
     config: Mapping[str, Any]
     heads: float
     lines: dict[int | None, list[float]]
@@ -132,9 +133,9 @@ class _Counted:
     bytes: float = 0.0
     appended: float = 0.0
 
-    def add(self, layer: Layer, *, stores: bool = True) -> None:
-        """Count a layer; one that does not store only reads what another has."""
-        fmt, heads = self.fmt, self.heads
+    def add(self, layer: Layer, fmt: CacheFormat, *, stores: bool = True) -> None:
+        """Count a layer in its own format; one that does not store only reads what another has."""
+        heads = self.heads
         match layer:
             case Attention():
                 until = layer.window or layer.chunk
@@ -167,7 +168,7 @@ class _Counted:
                 self.bytes += float(tokens * layer.cross_bytes_per_encoder_token(fmt))
             case Parallel():
                 for part in layer.parts:
-                    self.add(part, stores=stores)
+                    self.add(part, fmt, stores=stores)
                 return
             case _:
                 return

@@ -107,8 +107,8 @@ class Demand(Protocol):
 
 def logical_bytes(cutting: Cutting, stage: Stage, tokens: int) -> int:
     """What a rank must remember of a sequence, its encoder included: no blocks."""
-    encoder = stage.spec.cross_bytes(cutting.fmt, encoder_tokens=cutting.encoder_tokens)
-    return stage.spec.sequence_bytes(tokens, cutting.fmt) + (encoder or 0)
+    encoder = stage.spec.cross_bytes(stage.fmt, encoder_tokens=cutting.encoder_tokens)
+    return stage.spec.sequence_bytes(tokens, stage.fmt) + (encoder or 0)
 
 
 def capacity_at(cutting: Cutting, stage: Stage, cache: int, context: int) -> Capacity:
@@ -117,7 +117,7 @@ def capacity_at(cutting: Cutting, stage: Stage, cache: int, context: int) -> Cap
     Raises:
         DoesNotFit: there is not one slab for each group.
     """
-    return capacity_of(stage.spec, cutting.fmt, stage.groups, cache_bytes=cache, context=context, chunk=cutting.chunk)
+    return capacity_of(stage.spec, stage.fmt, stage.groups, cache_bytes=cache, context=context, chunk=cutting.chunk)
 
 
 def shared_blocks(group: Group, tokens: int) -> int:

@@ -124,7 +124,7 @@ class Cutting:
     """How caches are cut, and how large a step is.
 
     Attributes:
-        fmt: how keys and values are stored.
+        fmt: how the model's keys and values are stored.
         block_tokens: tokens of a block.
         chunk: most prompt tokens that a step computes.
         encoder_tokens: of an encoder's output, where its length is open.
@@ -135,11 +135,11 @@ class Cutting:
     chunk: int
     encoder_tokens: int | None = None
 
-    def groups(self, spec: ModelSpec) -> tuple[Group, ...]:
-        """The groups of what a rank remembers."""
+    def groups(self, spec: ModelSpec, fmt: CacheFormat) -> tuple[Group, ...]:
+        """The groups of what a rank remembers, in the format of its own layers."""
         if not any(layer.stored for layer in spec.layers):
             return ()
-        return groups_of(spec, self.fmt, self.block_tokens, encoder_tokens=self.encoder_tokens)
+        return groups_of(spec, fmt, self.block_tokens, encoder_tokens=self.encoder_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +149,7 @@ class Stage:
     Attributes:
         layers: which ones.
         spec: what a rank remembers.
+        fmt: how, by the indices of its own layers.
         groups: how its cache is grouped; none where the stage remembers nothing.
         weights: bytes of its weights.
         fixed: what else it holds, whatever the number of sequences.
@@ -157,6 +158,7 @@ class Stage:
 
     layers: LayerRange
     spec: ModelSpec
+    fmt: CacheFormat
     groups: tuple[Group, ...]
     weights: int
     fixed: tuple[Cost, ...]
@@ -277,12 +279,13 @@ def stages_of(spec: ModelSpec, weights: Weights | None, machine: Machine, *, cut
                     *runtime,
                 )
                 sampled = _sampled(inventory) if part.end == total else 0
-        held = rank_spec(spec, part, machine.tp)
+        held, fmt = rank_spec(spec, part, machine.tp), cutting.fmt.within(part.first, part.end, total)
         stages.append(
             Stage(
                 layers=part,
                 spec=held,
-                groups=cutting.groups(held),
+                fmt=fmt,
+                groups=cutting.groups(held, fmt),
                 weights=0 if weights is None else weights.held(part.first, part.end, layers=total, tp=machine.tp),
                 fixed=fixed,
                 sampled=sampled,

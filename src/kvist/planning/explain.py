@@ -36,11 +36,10 @@ def _engine(plan: Plan) -> Iterator[Explained]:
 
 
 def _tokens(plan: Plan) -> Iterator[Explained]:
-    fmt = plan.format
-    vectors = (vector for row in plan.layers for vector in explain_vectors(row.layer, fmt))
+    vectors = (vector for row in plan.layers for vector in explain_vectors(row.layer, row.format))
     for vector in dict.fromkeys(vectors):
         yield Explained(what=vector.what, value=vector.size, formula=vector.formula, source=vector.source)
-    terms = terms_of(plan.layers, fmt)
+    terms = terms_of(plan.layers)
     yield Explained(
         what="append, bytes a token",
         value=plan.append_bytes_per_token,
@@ -54,7 +53,7 @@ def _tokens(plan: Plan) -> Iterator[Explained]:
         or "no layer grows past its window",
         source="append, without the layers that have a window",
     )
-    expanded = expanded_of(plan.spec, plan.layers, fmt)
+    expanded = expanded_of(plan.spec, plan.layers)
     if expanded is not None:
         yield Explained(
             what="expanded, bytes a token",
@@ -80,12 +79,14 @@ def _tokens(plan: Plan) -> Iterator[Explained]:
             what="state, bytes a sequence",
             value=plan.state_bytes,
             formula=_sum(term.fixed for term in terms if term.fixed),
-            source="shapes of the recurrent layers, in their own types whatever the format",
+            source="shapes of the recurrent layers, in their own types whatever the format"
+            if plan.format.state is None
+            else f"shapes of the recurrent layers, their states in {plan.format.state} as the format says",
         )
 
 
 def _sequences(plan: Plan) -> Iterator[Explained]:
-    terms = terms_of(plan.layers, plan.format)
+    terms = terms_of(plan.layers)
     rules = [
         ("a window of W tokens holds min(tokens, W)", any(term.limit is not None for term in terms)),
         ("compressed entries and pools are whole: //", any("//" in term.held(1) for term in terms)),
@@ -105,7 +106,7 @@ def _sequences(plan: Plan) -> Iterator[Explained]:
 def _apart(plan: Plan) -> Iterator[Explained]:
     """What no other number counts: the encoder's side, and draft layers."""
     if plan.cross_bytes_per_encoder_token:
-        terms = terms_of(plan.layers, plan.format, cross=True)
+        terms = terms_of(plan.layers, cross=True)
         yield Explained(
             what="cross, bytes an encoder token",
             value=plan.cross_bytes_per_encoder_token,
@@ -120,7 +121,7 @@ def _apart(plan: Plan) -> Iterator[Explained]:
                 source="tokens of the encoder's output, by the model or as given",
             )
     if plan.spec.draft_layers:
-        terms = terms_of(plan.draft_layers, plan.format)
+        terms = terms_of(plan.draft_layers)
         yield Explained(
             what="draft layers, bytes a token",
             value=plan.draft_append_bytes_per_token,

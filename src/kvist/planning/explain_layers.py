@@ -84,31 +84,30 @@ class Expanded:
     source: str
 
 
-def terms_of(rows: Sequence[LayerRow], fmt: CacheFormat, *, cross: bool = False) -> list[Term]:
+def terms_of(rows: Sequence[LayerRow], *, cross: bool = False) -> list[Term]:
     """The products whose sum is a model's bytes; with ``cross`` those of its encoder instead."""
     return [
         term
         for row in rows
         for layer in _leaves(row.layer)
         if isinstance(layer, Cross) == cross
-        for term in _terms(layer, row.count, fmt)
+        for term in _terms(layer, row.count, row.format)
     ]
 
 
-def expanded_of(spec: ModelSpec, rows: Sequence[LayerRow], fmt: CacheFormat) -> Expanded | None:
+def expanded_of(spec: ModelSpec, rows: Sequence[LayerRow]) -> Expanded | None:
     """What latents stand for; None where there are none, or where the configuration leaves the heads' widths out."""
-    latents = [
-        (leaf, row.count) for row in rows for leaf in _leaves(row.layer) if isinstance(leaf, Latent) and leaf.rank
-    ]
+    latents = [(leaf, row) for row in rows for leaf in _leaves(row.layer) if isinstance(leaf, Latent) and leaf.rank]
     found = [value for key in _HEADS if type(value := spec.config.get(key)) is int and value > 0]
     # Latents in a window have heads of their own, under keys of their own.
     if not latents or len(found) != len(_HEADS) or any(latent.window is not None for latent, _ in latents):
         return None
     heads, nope, value = found
     terms, size, latent_size = [], 0, 0
-    for latent, count in latents:
-        key_bytes = fmt.key_codec.vector_bytes(nope + latent.rope_dim)
-        value_bytes = fmt.value_codec.vector_bytes(value)
+    for latent, row in latents:
+        fmt, count = row.format, row.count
+        key_bytes = fmt.key_bytes(nope + latent.rope_dim)
+        value_bytes = fmt.value_bytes(value)
         terms.append(f"{counted(count, 'layer')} x {counted(heads, 'head')} x ({key_bytes} + {value_bytes} B)")
         size += count * heads * (key_bytes + value_bytes)
         latent_size += count * latent.token_bytes(fmt)
@@ -127,7 +126,7 @@ def _terms(layer: Layer, count: int, fmt: CacheFormat) -> Iterator[Term]:
     layers = counted(count, "layer")
     match layer:
         case Attention() | Cross():
-            key, value = fmt.key_codec.vector_bytes(layer.key_dim), fmt.value_codec.vector_bytes(layer.value_dim)
+            key, value = fmt.key_bytes(layer.key_dim), fmt.value_bytes(layer.value_dim)
             unit = f"{layers} x {counted(layer.kv_heads, 'head')} x ({key} + {value} B)"
             if isinstance(layer, Cross):
                 yield Term(unit=unit, encoder_tokens=layer.encoder_tokens or 0)
@@ -160,7 +159,7 @@ def _indexer(
     indexer: Indexer | None, layers: str, fmt: CacheFormat, *, limit: int | None = None, per: int = 1
 ) -> Iterator[Term]:
     if indexer is not None:
-        unit = f"{layers} x {counted(indexer.heads, 'head')} x {fmt.key_codec.vector_bytes(indexer.dim)} B"
+        unit = f"{layers} x {counted(indexer.heads, 'head')} x {fmt.key_bytes(indexer.dim)} B"
         yield Term(unit=unit, per=per * indexer.pool, limit=limit, indexer=True)
 
 
@@ -173,7 +172,7 @@ def explain_vectors(layer: Layer, fmt: CacheFormat) -> Iterator[Vector]:
                 yield _vector("value", leaf.value_dim, fmt.value_codec)
             case Latent() | Compressed():
                 what = "latent" if isinstance(leaf, Latent) else "compressed"
-                yield _vector(what, leaf.rank + leaf.rope_dim, fmt.key_codec, note=": keys and values in one")
+                yield _latent(what, leaf, fmt)
             case State():
                 yield _state(leaf)
             case _:
@@ -184,11 +183,24 @@ def explain_vectors(layer: Layer, fmt: CacheFormat) -> Iterator[Vector]:
 
 def _vector(what: str, width: int, codec: Codec, *, note: str = "") -> Vector:
     data = f"{width} x {codec.bits} bit"
+    scale = "scale and minimum" if codec.affine else "scale"
     return Vector(
         what=f"one {what}" if what.endswith("key") and " " in what else f"one {what} vector",
         size=codec.vector_bytes(width),
-        formula=f"{data} + {width // codec.group} x {codec.scale_bytes} B scale" if codec.scale_bytes else data,
+        formula=f"{data} + {width // codec.group} x {codec.scale_bytes} B {scale}" if codec.scale_bytes else data,
         source=f"codec {codec.name}{note}",
+    )
+
+
+def _latent(what: str, layer: Latent | Compressed, fmt: CacheFormat) -> Vector:
+    note = ": keys and values in one"
+    if fmt.key != "fp8" or not layer.rope_dim:
+        return _vector(what, layer.rank + layer.rope_dim, fmt.key_codec, note=note)
+    return Vector(
+        what=f"one {what} vector",
+        size=fmt.latent_bytes(layer.rank, layer.rope_dim),
+        formula=f"{layer.rank} x 8 bit + {layer.rope_dim} x 16 bit",
+        source=f"codec fp8, the rotary elements in bf16{note}",
     )
 
 

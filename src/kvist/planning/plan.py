@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from kvist.spec.formats import CacheFormat
@@ -29,10 +29,14 @@ class LayerRow:
     Attributes:
         layer: what each of them is.
         count: of them.
+        format: plain, in which keys and values of each of them are stored; of states the layer says it.
+        special: whether that is another than the plan's own.
     """
 
     layer: Layer
     count: int
+    format: CacheFormat
+    special: bool = False
 
     @property
     def kind(self) -> str:
@@ -40,8 +44,9 @@ class LayerRow:
         return self.layer.kind
 
     def to_dict(self) -> dict[str, Any]:
-        """As under ``layers`` in the JSON of ``kvist plan``: kind, count, and the kind's own fields."""
-        return {"kind": self.kind, "count": self.count} | _fields(self.layer)
+        """As under ``layers`` in the JSON of ``kvist plan``: kind, count, its own fields, a format of its own."""
+        told = {"format": self.format.to_dict()} if self.special else {}
+        return {"kind": self.kind, "count": self.count} | _fields(self.layer) | told
 
 
 def _fields(layer: Layer) -> dict[str, Any]:
@@ -179,13 +184,18 @@ class Plan:
 
     @property
     def layers(self) -> tuple[LayerRow, ...]:
-        """Equal layers, counted, in the order in which they first appear."""
-        return _rows(self.spec.layers)
+        """Equal layers, counted, in the order in which they first appear; different formats are apart."""
+        usual = replace(self.format.plain, state=None)
+        return tuple(
+            LayerRow(layer=layer, count=count, format=fmt, special=fmt != usual)
+            for (layer, fmt), count in _told_apart(self.spec, self.format).items()
+        )
 
     @property
     def draft_layers(self) -> tuple[LayerRow, ...]:
         """The same of the draft layers."""
-        return _rows(self.spec.draft_layers)
+        counted = Counter(self.spec.draft_layers)
+        return tuple(LayerRow(layer=layer, count=count, format=self.format.plain) for layer, count in counted.items())
 
     @property
     def append_bytes_per_token(self) -> Rate:
@@ -233,7 +243,7 @@ class Plan:
             "exact": spec.exact,
             "assumed": [{"key": a.key, "value": a.value, "source": a.source} for a in spec.assumed],
             "notes": list(self.notes),
-            "format": {"key": self.format.key, "value": self.format.value},
+            "format": self.format.to_dict(),
             "layers": [row.to_dict() for row in self.layers],
             "max_context": spec.max_context,
             "append_bytes_per_token": rate_in_json(self.append_bytes_per_token),
@@ -268,10 +278,19 @@ def format_notes(spec: ModelSpec, fmt: CacheFormat) -> tuple[str, ...]:
     notes = []
     if fmt.key != fmt.value and kinds & {Latent, Compressed}:
         notes.append(f"a latent is key and value in one and is stored in the key codec, {fmt.key}")
-    if fmt != CacheFormat() and State in kinds:
+    if fmt.key == "fp8" and kinds & {Latent, Compressed}:
+        notes.append("the rotary elements of a latent in fp8 are stored in bf16")
+    if fmt.state is not None and State not in kinds:
+        notes.append(f"{spec.name} has no recurrent state that could be stored in {fmt.state}")
+    elif fmt.state is None and fmt != CacheFormat() and State in kinds:
         notes.append("states keep types of their own; the format is that of keys and values")
     return tuple(notes)
 
 
-def _rows(layers: tuple[Layer, ...]) -> tuple[LayerRow, ...]:
-    return tuple(LayerRow(layer=layer, count=count) for layer, count in Counter(layers).items())
+def _told_apart(spec: ModelSpec, fmt: CacheFormat) -> Mapping[tuple[Layer, CacheFormat], int]:
+    """Layers as they are stored and their formats, counted; those without keys and values have none of their own."""
+    counted: Counter[tuple[Layer, CacheFormat]] = Counter()
+    for (layer, plain), count in spec.counted_in(fmt).items():
+        bare = isinstance(layer, State) or not layer.stored
+        counted[layer.stored_in(plain), replace(fmt.plain if bare else plain, state=None)] += count
+    return counted

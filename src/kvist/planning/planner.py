@@ -57,7 +57,7 @@ def plan(
 
     Args:
         spec: a model, or what :meth:`ModelSpec.read` takes.
-        format: codecs of keys and values; bf16 by default.
+        format: how keys, values and states are stored; keys and values in bf16 by default.
         tokens: lengths to price; by default those of 1k, 8k, 32k, 128k that the model allows. Others may be beyond
             what it was made for, which a note then says.
         gpu: a device of ``kvist gpus`` and how many, such as ``H100`` or ``H100x8``.

@@ -289,7 +289,7 @@ def costs_of(spec: ModelSpec, fmt: CacheFormat, deployment: Deployment, weights:
         StageCosts(
             multiplied=_multiplied(inventory, part, tp),
             head=2.0 * table.share(table.elements, tp) if part.end == layers else 0.0,
-            attending=attending_of(spec, fmt, stage.spec.layers, tp=tp),
+            attending=attending_of(spec, fmt, stage.spec.layers, tp=tp, first=part.first),
             reading=weights.reading(part.first, part.end, layers=layers, tp=tp),
             sent=2 * part.count * table.shape[1] * 2 * 2 * (tp - 1) / tp,
             rate=None if rate is None else rate.value,

@@ -13,7 +13,11 @@ _MOST_SOURCES = 6
 
 def layer_lines(rows: Sequence[LayerRow]) -> list[str]:
     """One line for each row; layers that share another's memory are in one line together, at the end."""
-    lines = [f"{row.count} x {_described(row.layer)}" for row in rows if not isinstance(row.layer, Shared)]
+    lines = [
+        f"{row.count} x {_described(row.layer)}{f', stored in {row.format}' if row.special else ''}"
+        for row in rows
+        if not isinstance(row.layer, Shared)
+    ]
     readers: dict[int, int] = defaultdict(int)
     for row in rows:
         if isinstance(row.layer, Shared):

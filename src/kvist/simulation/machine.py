@@ -41,7 +41,7 @@ class Site:
             chunk=self.cutting.chunk,
             encoder_tokens=self.cutting.encoder_tokens,
         )
-        return cutting.groups(self.stage.spec)
+        return cutting.groups(self.stage.spec, self.stage.fmt)
 
 
 def site_of(

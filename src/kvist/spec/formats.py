@@ -1,11 +1,24 @@
 """In how many bytes a key or a value is stored.
 
-A :class:`Codec` stores one vector; a :class:`CacheFormat` is the pair that a cache uses. Codecs with a scale
-group 32 elements along the head dimension under one f16 scale, the sizes of ggml's q8_0 (34 bytes) and q4_0
-(18 bytes).
+A :class:`Codec` stores one vector; a :class:`CacheFormat` says which codecs a cache uses, in each of its layers. Codecs
+with a scale group 32 elements along the head dimension under one f16 scale, the sizes of ggml's q8_0 (34 bytes), q4_0
+(18 bytes) and, with a minimum beside the scale, q4_1 (20 bytes).
+
+::
+
+    CacheFormat(key="int8", value="int4", rotate=True, keep_layers=2)
+
+    layer 0 … 1          keys bf16, values bf16          as attention is most sensitive there
+    layer 2 … n - 3      keys int8, values int4, both rotated
+    layer n - 2 … n - 1  keys bf16, values bf16
+
+:meth:`CacheFormat.of_layer` is the plain pair of one layer; nothing else decides what a layer is stored in.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from kvist.errors import InputError
 
@@ -18,25 +31,34 @@ class Codec:
         name: as the user writes it.
         bits: of one element.
         group: elements that share one scale; 1 where there is none.
-        scale_bytes: bytes of that scale.
+        scale_bytes: bytes of that scale, and of the minimum beside it where the codec is affine.
+        affine: whether a group has a minimum, from which its codes count.
+        stores: what is kept of a group or an element, in a few words.
     """
 
     name: str
     bits: int
     group: int = 1
     scale_bytes: int = 0
+    affine: bool = False
+    stores: str = ""
 
-    def vector_bytes(self, elements: int) -> int:
-        """Bytes of one vector of ``elements``.
+    @property
+    def rotatable(self) -> bool:
+        """Whether a rotation does it good: where outliers cost the others precision, in 8 bits and fewer."""
+        return self.bits <= 8
+
+    def vector_bytes(self, elements: int, *, key: str = "format") -> int:
+        """Bytes of one vector of ``elements``; ``key`` is what an error is about.
 
         Raises:
             InputError: the width is not a whole number of groups or bytes.
         """
         if elements % self.group or elements * self.bits % 8:
             raise InputError(
-                f"codec {self.name} stores groups of {self.group} elements; a width of {elements} is not a "
+                f"{key}: codec {self.name} stores groups of {self.group} elements; a width of {elements} is not a "
                 f"multiple: choose a codec without groups, such as bf16",
-                key="format",
+                key=key,
             )
         return elements * self.bits // 8 + elements // self.group * self.scale_bytes
 
@@ -44,14 +66,18 @@ class Codec:
 CODECS = {
     codec.name: codec
     for codec in (
-        Codec(name="f32", bits=32),
-        Codec(name="f16", bits=16),
-        Codec(name="bf16", bits=16),
-        Codec(name="fp8", bits=8),
-        Codec(name="int8", bits=8, group=32, scale_bytes=2),
-        Codec(name="int4", bits=4, group=32, scale_bytes=2),
+        Codec(name="f32", bits=32, stores="IEEE single"),
+        Codec(name="f16", bits=16, stores="IEEE half"),
+        Codec(name="bf16", bits=16, stores="the upper half of f32"),
+        Codec(name="fp8", bits=8, stores="e4m3, up to 448"),
+        Codec(name="int8", bits=8, group=32, scale_bytes=2, stores="-127 … 127 x f16 scale"),
+        Codec(name="int4", bits=4, group=32, scale_bytes=2, stores="-8 … 7 x f16 scale"),
+        Codec(name="int4a", bits=4, group=32, scale_bytes=4, affine=True, stores="f16 minimum + 0 … 15 x f16 scale"),
     )
 }
+
+STATE_CODECS = ("f32", "f16", "bf16")
+"""What a recurrent state can be stored in: it is read and written whole at every token, and errors add up in it."""
 
 
 def codec_named(name: str, *, key: str = "codec") -> Codec:
@@ -65,16 +91,68 @@ def codec_named(name: str, *, key: str = "codec") -> Codec:
     return CODECS[name]
 
 
+def state_codec_named(name: str, *, key: str = "state") -> Codec:
+    """Return the codec of this name, for recurrent states.
+
+    Raises:
+        InputError: there is none, or states are not stored in it.
+    """
+    if not isinstance(name, str) or name not in STATE_CODECS:
+        raise InputError(
+            f"{key}: {name!r} is not a codec for recurrent states; choose one of {', '.join(STATE_CODECS)}", key=key
+        )
+    return CODECS[name]
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheFormat:
-    """The codecs in which keys and values are stored, by name."""
+    """In what keys, values and states are stored.
+
+    Attributes:
+        key: codec of the keys, and of latents.
+        value: codec of the values.
+        rotate: keys, queries and values are turned by a normalised Hadamard matrix over each head, which spreads
+            outliers, before they are stored in a codec of 8 bits or fewer; others are stored as they are. Costs no
+            byte.
+        keep_layers: so many first and so many last layers of the model keep keys and values in ``keep``.
+        keep: their codec; None is bf16 in a plan, and in an engine the type in which it computes.
+        layers: formats of single layers, by index, before ``keep_layers``; a mapping, kept as pairs in order.
+        state: codec of the recurrent parts of states; None: each model's own (f32, unless its configuration says
+            otherwise).
+
+    Raises:
+        InputError: a codec is none, a number is out of range, or a layer's format is more than one.
+    """
 
     key: str = "bf16"
     value: str = "bf16"
+    rotate: bool = False
+    keep_layers: int = 0
+    keep: str | None = None
+    layers: "Mapping[int, CacheFormat] | tuple[tuple[int, CacheFormat], ...]" = ()
+    state: str | None = None
 
     def __post_init__(self) -> None:
         codec_named(self.key, key="key")
         codec_named(self.value, key="value")
+        if self.keep is not None:
+            codec_named(self.keep, key="keep")
+        if self.state is not None:
+            state_codec_named(self.state)
+        if type(self.rotate) is not bool:
+            raise InputError(f"rotate: {self.rotate!r}; True or False", key="rotate")
+        if type(self.keep_layers) is not int or self.keep_layers < 0:
+            raise InputError(
+                f"keep_layers: {self.keep_layers!r}; a whole number of layers at either end, 0 or more",
+                key="keep_layers",
+            )
+        own = dict(self.layers)
+        for index, fmt in own.items():
+            if type(index) is not int or index < 0:
+                raise InputError(f"layers: {index!r}; layers are counted from 0", key="layers")
+            if not isinstance(fmt, CacheFormat) or fmt.keep_layers or fmt.layers:
+                raise InputError(f"layers: layer {index} is in {fmt}; give it a plain CacheFormat", key="layers")
+        object.__setattr__(self, "layers", tuple(sorted(own.items())))
 
     @property
     def key_codec(self) -> Codec:
@@ -86,8 +164,130 @@ class CacheFormat:
         """The codec of the values."""
         return CODECS[self.value]
 
+    @property
+    def rotates_keys(self) -> bool:
+        """Whether keys, and the queries that meet them, are turned."""
+        return self.rotate and self.key_codec.rotatable
+
+    @property
+    def rotates_values(self) -> bool:
+        """Whether values are turned, and the output of attention back."""
+        return self.rotate and self.value_codec.rotatable
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all layers are stored alike."""
+        return not self.keep_layers and not self.layers
+
+    @cached_property
+    def plain(self) -> "CacheFormat":
+        """What layers are stored in of which nothing else is said; without a rotation that turns nothing."""
+        bare = replace(self, keep_layers=0, keep=None, layers=())
+        return replace(bare, rotate=bare.rotates_keys or bare.rotates_values)
+
+    def of_layer(self, index: int, count: int) -> "CacheFormat":
+        """What one layer is stored in: a plain format.
+
+        Args:
+            index: of the layer, from 0.
+            count: layers of the model.
+
+        Raises:
+            InputError: more layers are kept, or others named, than there are.
+        """
+        if self.uniform:
+            return self.plain
+        self.require_layers(count)
+        own = self._own.get(index)
+        if own is not None:
+            return replace(own, state=own.state or self.state).plain
+        if self.keep_layers and not self.keep_layers <= index < count - self.keep_layers:
+            kept = self.keep or "bf16"
+            return CacheFormat(key=kept, value=kept, rotate=self.rotate, state=self.state).plain
+        return self.plain
+
+    def within(self, first: int, end: int, count: int) -> "CacheFormat":
+        """The format of the layers ``first`` to ``end``, without the latter, of ``count``, as of a model of their own.
+
+        Raises:
+            InputError: as :meth:`of_layer`.
+        """
+        if self.uniform or (first, end) == (0, count):
+            return self
+        found = {index - first: self.of_layer(index, count) for index in range(first, end)}
+        return replace(self.plain, layers={index: fmt for index, fmt in found.items() if fmt != self.plain})
+
+    def computed_in(self, codec: str) -> "CacheFormat":
+        """The same format as an engine that computes in this type has it: kept layers are stored as they come."""
+        return replace(self, keep=codec) if self.keep_layers and self.keep is None else self
+
+    def require_layers(self, count: int) -> None:
+        """Raise :class:`InputError` unless a model of ``count`` layers can be stored so."""
+        if 2 * self.keep_layers > count:
+            raise InputError(
+                f"keep_layers: {self.keep_layers} at either end; the model has {count} layers: at most {count // 2}",
+                key="keep_layers",
+            )
+        last = max(self._own, default=-1)
+        if last >= count:
+            raise InputError(f"layers: {last}; the model has {count} layers, 0 to {count - 1}", key="layers")
+
+    def key_bytes(self, width: int) -> int:
+        """Bytes of one key of ``width`` elements.
+
+        Raises:
+            InputError: the width is no whole number of the codec's groups.
+        """
+        return self.key_codec.vector_bytes(width, key="key")
+
+    def value_bytes(self, width: int) -> int:
+        """Bytes of one value of ``width`` elements.
+
+        Raises:
+            InputError: the width is no whole number of the codec's groups.
+        """
+        return self.value_codec.vector_bytes(width, key="value")
+
+    def latent_bytes(self, rank: int, rope_dim: int) -> int:
+        """Bytes of one latent vector, in the key codec: ``rank`` elements and ``rope_dim`` rotary ones.
+
+        In fp8 the rotary elements are in bf16, as in FlashMLA's and vLLM's ``fp8_ds_mla``: all heads read them, and
+        nothing trained into the latent's norm bounds them.
+
+        Raises:
+            InputError: the width is no whole number of the codec's groups.
+        """
+        if self.key == "fp8":
+            return self.key_bytes(rank) + CODECS["bf16"].vector_bytes(rope_dim)
+        return self.key_bytes(rank + rope_dim)
+
+    @cached_property
+    def _own(self) -> "Mapping[int, CacheFormat]":
+        return dict(self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As under ``format`` in JSON: key and value, and the rest where it is said."""
+        answer: dict[str, Any] = {"key": self.key, "value": self.value}
+        if self.rotate:
+            answer["rotate"] = True
+        if self.keep_layers:
+            answer |= {"keep_layers": self.keep_layers, "keep": self.keep or "bf16"}
+        if self.layers:
+            answer["layers"] = {str(index): fmt.to_dict() for index, fmt in self._own.items()}
+        if self.state is not None:
+            answer["state"] = self.state
+        return answer
+
     def __str__(self) -> str:
-        return f"{self.key}/{self.value}"
+        rotated = " rotated" if self.rotate else ""
+        parts = [f"{self.key}/{self.value}{rotated}"]
+        # In brackets where it says more than one thing, so that what two formats say is never the same.
+        parts += [f"layer {index} ({fmt})" if fmt.state else f"layer {index} {fmt}" for index, fmt in self._own.items()]
+        if self.keep_layers:
+            parts.append(f"{self.keep_layers} + {self.keep_layers} layers {self.keep or 'bf16'}")
+        if self.state is not None:
+            parts.append(f"states {self.state}")
+        return ", ".join(parts)
 
 
 def require_format(fmt: object) -> CacheFormat:

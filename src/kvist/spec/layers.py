@@ -59,6 +59,10 @@ class Layer:
         """Bytes of one token of the encoder that the layer attends to."""
         return 0
 
+    def stored_in(self, fmt: CacheFormat) -> "Layer":
+        """The same layer with the codec of recurrent states that a format asks for, where it does."""
+        return self
+
     @property
     def stored(self) -> tuple["Layer", ...]:
         """What the layer stores itself, taken apart so that each piece has one lifetime."""
@@ -83,7 +87,7 @@ class Indexer:
 
     def key_bytes(self, fmt: CacheFormat) -> int:
         """Bytes of one set of keys: ``heads x key vector``, in the key codec."""
-        return self.heads * fmt.key_codec.vector_bytes(self.dim)
+        return self.heads * fmt.key_bytes(self.dim)
 
     def append_bytes(self, fmt: CacheFormat) -> Rate:
         """Bytes of one more token or entry."""
@@ -124,7 +128,7 @@ class Attention(Layer):
 
     def token_bytes(self, fmt: CacheFormat) -> int:
         """Bytes of one token's keys and values: ``kv_heads x (key vector + value vector)``."""
-        return self.kv_heads * (fmt.key_codec.vector_bytes(self.key_dim) + fmt.value_codec.vector_bytes(self.value_dim))
+        return self.kv_heads * (fmt.key_bytes(self.key_dim) + fmt.value_bytes(self.value_dim))
 
     def append_bytes(self, fmt: CacheFormat) -> Rate:
         """``kv_heads x (key vector + value vector)``, and the indexer's keys."""
@@ -165,8 +169,8 @@ class Latent(Layer):
     indexer: Indexer | None = None
 
     def token_bytes(self, fmt: CacheFormat) -> int:
-        """Bytes of one token's vector: ``rank + rope_dim`` elements."""
-        return fmt.key_codec.vector_bytes(self.rank + self.rope_dim)
+        """Bytes of one token's vector: ``rank + rope_dim`` elements; the latter in bf16 beside a latent in fp8."""
+        return fmt.latent_bytes(self.rank, self.rope_dim)
 
     def append_bytes(self, fmt: CacheFormat) -> Rate:
         """The vector, and the indexer's keys."""
@@ -211,7 +215,7 @@ class Compressed(Layer):
 
     def vector_bytes(self, fmt: CacheFormat) -> int:
         """Bytes of one vector, of a token in the window or of an entry."""
-        return fmt.key_codec.vector_bytes(self.rank + self.rope_dim)
+        return fmt.latent_bytes(self.rank, self.rope_dim)
 
     def append_bytes(self, fmt: CacheFormat) -> Rate:
         """A vector of the window, and one entry's bytes spread over its ``ratio`` tokens."""
@@ -249,7 +253,9 @@ class Compressed(Layer):
 
 @dataclass(frozen=True, kw_only=True)
 class State(Layer):
-    """A recurrent layer: fixed bytes a sequence, in types of its own whatever the format of keys and values.
+    """A recurrent layer: fixed bytes a sequence, in types of its own whatever the codecs of keys and values.
+
+    The recurrent part alone may be stored otherwise: in :attr:`CacheFormat.state`, where that is said.
 
     Attributes:
         name: the mechanism, such as ``mamba``, ``mamba2``, ``gated-delta``, ``kda``, ``lightning``, ``rg-lru``,
@@ -289,9 +295,13 @@ class State(Layer):
         """Bytes of the recurrent state."""
         return codec_named(self.state_codec).vector_bytes(self.state_elements)
 
+    def stored_in(self, fmt: CacheFormat) -> "State":
+        """The same layer with the codec of its recurrent part that the format asks for."""
+        return self if fmt.state is None or not self.state_elements else replace(self, state_codec=fmt.state)
+
     def state_bytes(self, fmt: CacheFormat) -> int:
-        """``conv_elements`` and ``state_elements``, each in its own codec."""
-        return self.conv_bytes() + self.recurrent_bytes()
+        """``conv_elements`` and ``state_elements``, each in its own codec or, of the latter, that of the format."""
+        return self.conv_bytes() + self.stored_in(fmt).recurrent_bytes()
 
     def bytes(self, tokens: int, fmt: CacheFormat) -> int:
         """The state, whatever the length."""
@@ -348,7 +358,7 @@ class Cross(Layer):
 
     def cross_bytes_per_encoder_token(self, fmt: CacheFormat) -> int:
         """``kv_heads x (key vector + value vector)``."""
-        return self.kv_heads * (fmt.key_codec.vector_bytes(self.key_dim) + fmt.value_codec.vector_bytes(self.value_dim))
+        return self.kv_heads * (fmt.key_bytes(self.key_dim) + fmt.value_bytes(self.value_dim))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -386,6 +396,10 @@ class Parallel(Layer):
     def cross_bytes_per_encoder_token(self, fmt: CacheFormat) -> int:
         """Of all parts."""
         return sum(part.cross_bytes_per_encoder_token(fmt) for part in self.parts)
+
+    def stored_in(self, fmt: CacheFormat) -> "Parallel":
+        """All parts so."""
+        return self if fmt.state is None else replace(self, parts=tuple(part.stored_in(fmt) for part in self.parts))
 
     @property
     def stored(self) -> tuple[Layer, ...]:

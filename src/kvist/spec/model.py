@@ -17,6 +17,9 @@ __all__ = ["Assumption", "Layer", "ModelSpec"]
 
 _Kind = TypeVar("_Kind", bound=Layer)
 
+# Formats of which a model remembers how its layers are counted.
+_MOST_COUNTS = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class Assumption:
@@ -86,27 +89,27 @@ class ModelSpec:
         """
         require_tokens(tokens)
         require_format(fmt)
-        return sum(count * layer.bytes(tokens, fmt) for layer, count in self._counted.items())
+        return sum(count * layer.bytes(tokens, plain) for layer, plain, count in self._counted(fmt))
 
     def append_bytes_per_token(self, fmt: CacheFormat) -> Rate:
         """Bytes that one more token adds while every layer still grows; a fraction where layers compress."""
         require_format(fmt)
-        return total(count * layer.append_bytes(fmt) for layer, count in self._counted.items())
+        return total(count * layer.append_bytes(plain) for layer, plain, count in self._counted(fmt))
 
     def retained_bytes_per_token(self, fmt: CacheFormat) -> Rate:
         """Bytes that one more token adds once every window and chunk is full."""
         require_format(fmt)
-        return total(count * layer.retained_bytes(fmt) for layer, count in self._counted.items())
+        return total(count * layer.retained_bytes(plain) for layer, plain, count in self._counted(fmt))
 
     def indexer_bytes_per_token(self, fmt: CacheFormat) -> Rate:
         """The part of :meth:`append_bytes_per_token` that published tables leave out: indexer keys."""
         require_format(fmt)
-        return total(count * layer.indexer_bytes(fmt) for layer, count in self._counted.items())
+        return total(count * layer.indexer_bytes(plain) for layer, plain, count in self._counted(fmt))
 
     def state_bytes(self, fmt: CacheFormat | None = None) -> int:
-        """Bytes of a sequence whatever its length; a state keeps its own types, so a format changes nothing."""
+        """Bytes of a sequence whatever its length; of a format, only the codec of states changes them."""
         used = CacheFormat() if fmt is None else require_format(fmt)
-        return sum(count * layer.state_bytes(used) for layer, count in self._counted.items())
+        return sum(count * layer.state_bytes(plain) for layer, plain, count in self._counted(used))
 
     def computed_in(self, codec: str) -> "ModelSpec":
         """The same model as an engine runs it in this type: convolutions keep their inputs as they are computed."""
@@ -115,12 +118,12 @@ class ModelSpec:
     def draft_append_bytes_per_token(self, fmt: CacheFormat) -> Rate:
         """Bytes that one more token adds in the draft layers, which no other number counts."""
         require_format(fmt)
-        return total(layer.append_bytes(fmt) for layer in self.draft_layers)
+        return total(layer.append_bytes(fmt.plain) for layer in self.draft_layers)
 
     def cross_bytes_per_encoder_token(self, fmt: CacheFormat) -> int:
         """Bytes of one token of the encoder, in all layers that attend to it."""
         require_format(fmt)
-        return sum(count * layer.cross_bytes_per_encoder_token(fmt) for layer, count in self._counted.items())
+        return sum(count * layer.cross_bytes_per_encoder_token(plain) for layer, plain, count in self._counted(fmt))
 
     def cross_bytes(self, fmt: CacheFormat, *, encoder_tokens: int | None = None) -> int | None:
         """Bytes that a sequence keeps of its encoder.
@@ -139,11 +142,12 @@ class ModelSpec:
         if encoder_tokens is not None:
             require_tokens(encoder_tokens, key="encoder_tokens")
         size = 0
-        for cross in self.cross_layers:
-            length = encoder_tokens if cross.encoder_tokens is None else cross.encoder_tokens
-            if length is None:
-                return None
-            size += length * cross.cross_bytes_per_encoder_token(fmt)
+        for index, layer in enumerate(self.layers):
+            for cross in _leaves(layer, Cross):
+                length = encoder_tokens if cross.encoder_tokens is None else cross.encoder_tokens
+                if length is None:
+                    return None
+                size += length * cross.cross_bytes_per_encoder_token(fmt.of_layer(index, len(self.layers)))
         return size
 
     @property
@@ -151,9 +155,28 @@ class ModelSpec:
         """Every attention to an encoder, first to last."""
         return tuple(cross for layer in self.layers for cross in _leaves(layer, Cross))
 
+    def counted_in(self, fmt: CacheFormat) -> Mapping[tuple[Layer, CacheFormat], int]:
+        """How many layers are of one kind and stored in one plain format, in the order in which they first appear.
+
+        Raises:
+            InputError: the format speaks of layers that there are not.
+        """
+        found = self._counts.get(fmt)
+        if found is None:
+            if len(self._counts) >= _MOST_COUNTS:
+                self._counts.clear()
+            count = len(self.layers)
+            found = Counter((layer, fmt.of_layer(index, count)) for index, layer in enumerate(self.layers))
+            self._counts[fmt] = found
+        return found
+
+    def _counted(self, fmt: CacheFormat) -> Iterator[tuple[Layer, CacheFormat, int]]:
+        for (layer, plain), count in self.counted_in(fmt).items():
+            yield layer, plain, count
+
     @cached_property
-    def _counted(self) -> Mapping[Layer, int]:
-        return Counter(self.layers)
+    def _counts(self) -> dict[CacheFormat, Mapping[tuple[Layer, CacheFormat], int]]:
+        return {}
 
     @classmethod
     def read(cls, model: str | Path, *, assume: Mapping[str, Any] | None = None) -> "ModelSpec":
