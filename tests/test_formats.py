@@ -1,7 +1,11 @@
 """Formats of caches: bytes of codecs, formats of single layers, and that every number counts them alike."""
 
+import argparse
+import json
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,13 +13,21 @@ from hypothesis import strategies as st
 from memory_layers import models
 
 import kvist
+from kvist.cache.digests import Digests
 from kvist.cache.groups import groups_of
-from kvist.errors import InputError
+from kvist.cache.layout import ArenaLayout
+from kvist.cache.manager import CacheManager
+from kvist.cache.prefix import PrefixKey
+from kvist.cli import build_parser, main
+from kvist.cli_values import cache_format
+from kvist.errors import BadFile, InputError
 from kvist.planning.attending import attending_of
 from kvist.planning.deployment import Cutting, Machine, stages_of
 from kvist.planning.explain import explain
 from kvist.planning.sharding import split_layers
-from kvist.spec.formats import CODECS, STATE_CODECS, CacheFormat, codec_named
+from kvist.spec.fidelity import Fidelity, measured, read_measured
+from kvist.spec.format_words import options_of
+from kvist.spec.formats import CODECS, KEEP_CODECS, STATE_CODECS, CacheFormat, codec_named
 from kvist.spec.layers import Attention, Compressed, Latent, Layer, Parallel, Shared, State
 from kvist.spec.model import ModelSpec
 
@@ -93,7 +105,9 @@ def test_states_in_bf16() -> None:
     assert (own.name, own.format) == ("full", CacheFormat())
     plan = kvist.plan(spec, format=bf16)
     assert plan.to_dict()["layers"][0]["state_codec"] == "bf16"
-    assert plan.to_dict()["format"] == {"key": "bf16", "value": "bf16", "state": "bf16"}
+    assert plan.to_dict()["format"] == {
+        "key": "bf16", "value": "bf16", "state": "bf16", "text": "bf16/bf16, states bf16",
+    }  # fmt: skip
     assert not plan.notes
     assert kvist.plan(model(OWN), format=bf16).notes == ("toy has no recurrent state that could be stored in bf16",)
     one = groups_of(model(SSM, SSM), CacheFormat(layers={1: bf16}))
@@ -230,8 +244,8 @@ def test_what_no_format_can_be(fields: dict[str, object], says: str) -> None:
 @pytest.mark.parametrize(
     ("fmt", "says"),
     [
-        (CacheFormat(keep_layers=2), "keep_layers: 2 at either end; the model has 3 layers: at most 1"),
-        (CacheFormat(layers={3: CacheFormat()}), "layers: 3; the model has 3 layers, 0 to 2"),
+        (CacheFormat(keep_layers=2), "keep_layers: 2 at either end; toy has 3 layers: at most 1"),
+        (CacheFormat(layers={3: CacheFormat()}), "layers: 3; toy has 3 layers, 0 to 2"),
         (CacheFormat(value="int4"), "value: codec int4 stores groups of 32 elements; a width of 80 is not a multiple"),
         (CacheFormat(key="int8"), "key: codec int8 stores groups of 32 elements; a width of 80 is not a multiple"),
     ],
@@ -245,3 +259,169 @@ def test_what_a_model_cannot_be_stored_in(fmt: CacheFormat, says: str) -> None:
     ):
         with pytest.raises(InputError, match=says):
             list(groups_of(spec, fmt)[0].head_run_bytes) if ask(fmt) else None
+
+
+# -- as commands write them ---------------------------------------------------------------------------------------
+
+
+def options(words: list[str]) -> argparse.Namespace:
+    return build_parser().parse_args(["plan", "smollm2-135m", *words])
+
+
+@given(PLAIN, st.integers(0, 9), st.sampled_from(KEEP_CODECS), st.dictionaries(st.integers(0, 29), PLAIN, max_size=3))
+def test_options_say_a_whole_format(plain: CacheFormat, kept: int, keep: str, own: dict[int, CacheFormat]) -> None:
+    layers = {index: replace(fmt, rotate=plain.rotate, state=None) for index, fmt in own.items()}
+    fmt = replace(plain, rotate=plain.rotates, keep_layers=kept, keep=keep if kept else None, layers=layers)
+    if not fmt.rotate:
+        fmt = replace(fmt, layers={index: replace(each, rotate=False) for index, each in layers.items()})
+    assert cache_format(options(list(options_of(fmt)))) == fmt
+
+
+@pytest.mark.parametrize(
+    ("words", "format"),
+    [
+        ("", {"key": "bf16", "value": "bf16"}),
+        ("--rotate", {"key": "bf16", "value": "bf16"}),
+        (
+            "--key int8 --value int4 --rotate",
+            {"key": "int8", "value": "int4", "rotate": True, "text": "int8/int4 rotated"},
+        ),
+        (
+            "--value fp8 --keep-layers 2 --layer-format 7=f32 --state f16",
+            {
+                "key": "bf16", "value": "fp8", "keep_layers": 2, "keep": "bf16", "state": "f16",
+                "layers": {"7": {"key": "f32", "value": "f32"}},
+                "text": "bf16/fp8, layer 7 f32/f32, 2 + 2 layers bf16, states f16",
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_plan_and_simulate_say_the_format(
+    words: str, format: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "smollm2-135m", "--json", *words.split()]) == 0
+    assert json.loads(capsys.readouterr().out)["format"] == format
+    trace = ["simulate", "--mean-length", "20", "--requests", "3", "--model", "smollm2-135m", "--gpu", "L4", "--json"]
+    assert main([*trace, *words.split()]) == 0
+    told = json.loads(capsys.readouterr().out)["format"]
+    assert told == format.get("text", f"{format['key']}/{format['value']}")
+
+
+def test_the_engines_flags_ask_for_the_planned_format() -> None:
+    fmt = CacheFormat(key="int8", value="int4", keep_layers=2, layers={9: CacheFormat(value="int8")})
+    account = kvist.plan("smollm2-135m", format=fmt, cache_memory="64MiB", engine="kvist").engine
+    assert account is not None
+    flags = account.to_dict()["flags"]
+    assert flags[flags.index("--key") : flags.index("--max-context")] == list(options_of(fmt))
+    assert [group.name for group in account.groups] == ["full-bf16", "full", "full-bf16-int8"]
+
+
+def test_models_that_cannot_be_stored_so_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "opt", "--value", "int8", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert "opt-2.7b" not in [row["name"] for row in answer["rows"]]
+    assert [entry["name"] for entry in answer["left_out"]] == ["opt-2.7b"]
+    assert "a width of 80 is not a multiple" in answer["left_out"][0]["why"]
+    assert main(["models", "opt", "--value", "int8"]) == 0
+    assert "bf16/int8 cannot store opt-2.7b" in capsys.readouterr().out
+
+
+# -- what was measured of them ------------------------------------------------------------------------------------
+
+
+ENTRY: dict[str, Any] = {
+    "model": "x", "key": "int8", "value": "int8", "rotate": False, "kl": 1, "top1_agreement": 1,
+    "perplexity_ratio": 1.0, "tokens": 1,
+}  # fmt: skip
+
+
+def test_formats_are_listed_with_what_was_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [
+        Fidelity(
+            model=name, key=key, value=value, rotate=rotate, kl=kl, top1_agreement=0.97, perplexity_ratio=1.01,
+            tokens=4096,
+        )
+        for name, key, value, rotate, kl in (
+            ("smollm2-135m", "int8", "int8", False, 0.00123), ("smollm2-135m", "int8", "int8", True, 0.00045),
+            ("smollm2-135m", "int8", "int4", True, 0.0044), ("gemma-3-270m", "int4", "int4", False, 0.5),
+        )
+    ]  # fmt: skip
+    monkeypatch.setattr("kvist.report.listings.measured", lambda: tuple(found))
+    assert main(["formats", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["fidelity"] == [asdict(entry) for entry in found]
+    rows = {row["name"]: row for row in answer["rows"]}
+    assert (rows["int8"]["kl"], rows["int8"]["kl_rotated"], rows["int4"]["kl"]) == (0.00123, 0.00045, None)
+    assert {name: row["bits_per_element"] for name, row in rows.items()} == {
+        "f32": 32, "f16": 16, "bf16": 16, "fp8": 8, "int8": 8.5, "int4": 4.5, "int4a": 5,
+    }  # fmt: skip
+    assert main(["formats"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    for told in ("0.0012", "0.00045", "int8/int4", "0.0044", "97.0 %", "+1.00 %", "4,096 tokens"):
+        assert told in out
+    assert "0.5" not in out
+
+
+def test_what_was_measured_is_of_formats_that_there_are() -> None:
+    for entry in measured():
+        assert CacheFormat(key=entry.key, value=entry.value, rotate=entry.rotate)
+        assert entry.kl >= 0
+        assert 0 <= entry.top1_agreement <= 1
+        assert entry.perplexity_ratio > 0
+        assert entry.tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"model": "x"}, "key"),
+        (ENTRY | {"value": "int9"}, "value: 'int9' is not a codec"),
+        (ENTRY | {"kl": "much"}, "kl: 'much' is of another type"),
+        (ENTRY | {"tokens": True}, "tokens: True is of another type"),
+        (ENTRY | {"more": 1}, "more is no field"),
+    ],
+)
+def test_what_is_measured_otherwise_is_refused(tmp_path: Path, entry: dict[str, Any], says: str) -> None:
+    path = tmp_path / "fidelity.json"
+    path.write_text(json.dumps([entry]))
+    with pytest.raises(BadFile, match=says):
+        read_measured(path)
+
+
+# -- what is shared -----------------------------------------------------------------------------------------------
+
+WAYS = [
+    CacheFormat(key="int8", value="int4"),
+    CacheFormat(key="int8", value="int4a"),
+    CacheFormat(key="int4", value="int8"),
+    CacheFormat(key="int8", value="int4", rotate=True),
+    CacheFormat(key="int8", value="int4", keep_layers=1),
+    CacheFormat(key="int8", value="int4", keep_layers=1, keep="f32"),
+    CacheFormat(key="int8", value="int4", keep_layers=2),
+    CacheFormat(key="int8", value="int4", layers={3: CacheFormat()}),
+    CacheFormat(key="int8", value="int4", layers={4: CacheFormat()}),
+    CacheFormat(key="int8", value="int4", layers={3: CacheFormat(key="int8", value="int4", rotate=True)}),
+    CacheFormat(key="int8", value="int4", state="bf16"),
+    CacheFormat(key="int8", value="int4", state="f16"),
+]
+
+
+def test_a_prefix_is_found_in_its_own_format_alone() -> None:
+    """In the tree, and by the names under which tiers and other replicas keep blocks."""
+    keys = [PrefixKey(model="toy", format=str(fmt)) for fmt in WAYS]
+    digests = Digests(16)
+    assert len({digests.root(key) for key in keys}) == len(WAYS)
+    groups = groups_of(model(*[OWN] * 6), WAYS[0])
+    cache = CacheManager(groups, ArenaLayout.of(groups, 2**22))
+    prompt = list(range(64))
+    first = cache.begin(prompt, keys[0])
+    cache.commit(first, cache.reserve(first, 64).limit)
+    cache.release(first)
+    for key in keys[1:]:
+        other = cache.begin(prompt, key)
+        assert cache.reserve(other, 64).hit_tokens == 0
+        cache.release(other, keep=False)
+    assert cache.reserve(cache.begin(prompt, keys[0]), 64).hit_tokens == 48

@@ -85,6 +85,8 @@ def test_planned_bytes_are_allocated_bytes(directory: Path, fmt: CacheFormat, bl
     made = engine(directory, format=fmt, block_tokens=block)
     layout = made.cache.layout
     assert made.runner.arena.numel() == made.runner.arena.untyped_storage().nbytes() == layout.total_bytes
+    assert made.prefix_key("a").format == f"{made.format}, computed in f32"
+    assert made.snapshot()["format"] == made.format.to_dict()
     spec = ModelSpec.read(directory)
     for tokens in (1, block - 1, block, 41, 100, 163):
         (answer,) = made.generate([[7] * tokens], max_tokens=5, temperature=0, ignore_eos=True)

@@ -7,14 +7,20 @@ anything is loaded; a test holds them equal.
 import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvist.errors import InputError
+
+if TYPE_CHECKING:
+    from kvist.spec.formats import CacheFormat
 
 Reader = Callable[[str], Any]
 
 # Parameters in Python whose options are called otherwise.
-_OPTION_OF = {"block_tokens": "block", "settings": "set"}
+_OPTION_OF = {
+    "block_tokens": "block", "settings": "set", "keep": "keep_layers", "layers": "layer_format",
+    "layer_formats": "layer_format",
+}  # fmt: skip
 _NEGATIVE = re.compile(r"-\.?[0-9].*", re.DOTALL)
 
 
@@ -44,6 +50,49 @@ def codec(text: str) -> str:
     from kvist.spec.formats import codec_named
 
     return codec_named(text).name
+
+
+@_typed
+def state_codec(text: str) -> str:
+    """The name of a codec for recurrent states."""
+    from kvist.spec.formats import state_codec_named
+
+    return state_codec_named(text).name
+
+
+@_typed
+def kept_layers(text: str) -> tuple[int, str | None]:
+    """Layers at either end, and their codec where it is said."""
+    from kvist.spec.format_words import kept_layers as read
+
+    return read(text)
+
+
+@_typed
+def layer_format(text: str) -> tuple[int, str]:
+    """The index of a layer, and its codecs."""
+    from kvist.spec.format_words import layer_format as read
+
+    return read(text)
+
+
+def format_said(args: argparse.Namespace) -> bool:
+    """Whether any option of a command says how keys, values or states are stored."""
+    return any((args.key, args.value, args.rotate, args.keep_layers, args.layer_format, args.state))
+
+
+def cache_format(args: argparse.Namespace, usual: str = "bf16") -> "CacheFormat":
+    """The format that the options of a command ask for; codecs that are left out are ``usual``."""
+    from kvist.spec.format_words import format_of
+
+    return format_of(
+        key=args.key or usual,
+        value=args.value or usual,
+        rotate=getattr(args, "rotate", False),
+        keep_layers=args.keep_layers,
+        layer_formats=getattr(args, "layer_format", None) or (),
+        state=args.state,
+    )
 
 
 @_typed

@@ -281,6 +281,7 @@ def groups_of(
             f"block_tokens: {block_tokens!r}; a whole number of tokens, 1 to {MAX_BLOCK_TOKENS}", key="block_tokens"
         )
     members: dict[tuple[Layer, CacheFormat], list[int]] = {}
+    fmt.require_layers(len(spec.layers), name=spec.name)
     count, usual = len(spec.layers), replace(fmt.plain, state=None)
     for piece, index in _pieces(spec, encoder_tokens):
         members.setdefault(_stored(piece, usual, fmt.of_layer(index, count)), []).append(index)

@@ -14,7 +14,8 @@ def add_formats(commands: Any) -> None:
         run_formats,
         usage="kvist formats [options]",
         help="the codecs in which keys and values are stored",
-        description="The codecs in which keys and values are stored.",
+        description="The codecs in which keys and values are stored, their bytes, and what storing so\n"
+        "does to answers, as it was measured.",
         epilog="example:\n  kvist formats",
     )
     add_json(command)
@@ -39,9 +40,9 @@ def add_gpus(commands: Any) -> None:
 
 def run_formats(args: argparse.Namespace) -> int:
     """``kvist formats``."""
-    from kvist.report.listings import format_rows, print_formats
+    from kvist.report.listings import fidelity_rows, format_rows, print_formats
 
-    return print_json({"rows": format_rows()}) if args.json else print_formats()
+    return print_json({"rows": format_rows(), "fidelity": fidelity_rows()}) if args.json else print_formats()
 
 
 def run_gpus(args: argparse.Namespace) -> int:

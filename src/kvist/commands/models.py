@@ -36,21 +36,28 @@ def add_models(commands: Any) -> None:
         metavar="N",
         help="length to compare at; repeatable (8k 32k 128k)",
     )
-    add_format(command, default="bf16")
+    add_format(command, default="bf16", layers=False)
     command.add_argument("--html", metavar="FILE", help="write a page with two pictures and all numbers")
     add_json(command)
 
 
 def run_models(args: argparse.Namespace) -> int:
     """``kvist models``."""
-    from kvist.planning.catalogue import LENGTHS, listings
-    from kvist.spec.formats import CacheFormat
+    from kvist.planning.catalogue import LENGTHS, listings, storable
 
-    fmt = CacheFormat(key=args.key, value=args.value)
+    fmt = values.cache_format(args)
     lengths = tuple(args.tokens or LENGTHS)
     _refuse_mixtures(args)
     compared = _compared(args)
-    found = compared or listings(args.words, kind=args.kind, sort=args.sort or "name")
+    found = compared
+    left_out: dict[str, str] = {}
+    if not compared:
+        found, left_out = storable(listings(args.words, kind=args.kind, sort=args.sort or "name"), fmt)
+    if left_out and not found:
+        from kvist.errors import InputError
+
+        name, why = next(iter(left_out.items()))
+        raise InputError(f"words: {name} cannot be stored in {fmt}: {why}", key="words")
     if args.html is not None:
         from kvist.report.model_page import write_page
 
@@ -60,7 +67,8 @@ def run_models(args: argparse.Namespace) -> int:
         if compared:
             for row in rows:
                 row["ratio_to_first"] = _ratios(row, rows[0])
-        return print_json({"format": {"key": fmt.key, "value": fmt.value}, "rows": rows})
+        more = {"left_out": [{"name": name, "why": why} for name, why in left_out.items()]} if left_out else {}
+        return print_json({"format": fmt.to_dict(), "rows": rows} | more)
     if args.html is not None:
         print(f"{args.html}: open it in a browser")
         return 0
@@ -69,7 +77,7 @@ def run_models(args: argparse.Namespace) -> int:
     if compared:
         print_compared(compared, fmt, lengths)
     else:
-        print_models(found, fmt, dated=args.sort == "released")
+        print_models(found, fmt, dated=args.sort == "released", left_out=left_out)
     return 0
 
 

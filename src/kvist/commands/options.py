@@ -20,14 +20,38 @@ def add_command(
     return command
 
 
-def add_format(command: argparse.ArgumentParser, *, default: str | None) -> None:
-    """Add ``--key`` and ``--value``."""
+def add_format(command: argparse.ArgumentParser, *, default: str | None, layers: bool = True) -> None:
+    """Add how keys, values and states are stored; without ``layers`` what can be said of models of any length."""
     shown = f" ({default})" if default else ""
     command.add_argument(
-        "--key", type=values.codec, default=default, metavar="CODEC", help=f"how keys are stored{shown}"
+        "--key", type=values.codec, default=default, metavar="CODEC", help=f"how keys are stored{shown}: kvist formats"
     )
     command.add_argument(
         "--value", type=values.codec, default=default, metavar="CODEC", help=f"how values are stored{shown}"
+    )
+    if layers:
+        command.add_argument(
+            "--rotate", action="store_true", help="turn keys and values before they are stored in 8 bits or fewer"
+        )
+    command.add_argument(
+        "--keep-layers",
+        type=values.kept_layers,
+        metavar="N",
+        help=f"store the N first and last layers in {default or 'the type of computation'}; N=f32 in another",
+    )
+    if layers:
+        command.add_argument(
+            "--layer-format",
+            type=values.layer_format,
+            action="append",
+            metavar="L=K/V",
+            help="how layer L is stored, such as 0=bf16 or 7=int8/int4; repeatable",
+        )
+    command.add_argument(
+        "--state",
+        type=values.state_codec,
+        metavar="CODEC",
+        help="how recurrent states are stored (as the model says)",
     )
 
 

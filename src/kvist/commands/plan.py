@@ -104,12 +104,11 @@ def _published(args: argparse.Namespace, answer: "Plan") -> "Plan | None":
 def run_plan(args: argparse.Namespace) -> int:
     """``kvist plan``."""
     from kvist.planning.planner import plan
-    from kvist.spec.formats import CacheFormat
     from kvist.spec.model import ModelSpec
 
     answer = plan(
         ModelSpec.read(args.model, assume=dict(args.assume or ())),
-        format=CacheFormat(key=args.key, value=args.value),
+        format=values.cache_format(args),
         tokens=args.tokens,
         gpu=args.gpu,
         memory=args.memory,

@@ -10,12 +10,12 @@ from secrets import randbits
 from time import perf_counter
 from typing import Any
 
+from kvist.cli_values import cache_format, format_said
 from kvist.engine.answer import Answer, Event
-from kvist.engine.engine import Engine
+from kvist.engine.engine import Engine, best_dtype
 from kvist.engine.sampler import SamplingParams
 from kvist.errors import EngineFailure, UnsupportedModel
 from kvist.report.saving import Saving, print_saving
-from kvist.spec.formats import CacheFormat
 from kvist.units import counted, format_size
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")
@@ -28,10 +28,10 @@ def generate(args: Namespace) -> int:
     """Answer ``args.prompt``; return the exit code.
 
     ``args`` has what the command line gives: model, prompt, the sampling parameters, chat (None: where the model has a
-    template), dtype, memory, key, value, block, no_cache, plot, json. Text streams to standard output, all else goes to
-    standard error; with ``json`` the answer is one JSON object. With ``no_cache`` the answer is made a second time, all
-    tokens computed again at each step, for a minute at most: ``timing`` is of that run, and the table says what the
-    cache saves.
+    template), dtype, memory, key, value and what else says a format, block, no_cache, plot, json. Text streams to
+    standard output, all else goes to standard error; with ``json`` the answer is one JSON object. With ``no_cache`` the
+    answer is made a second time, all tokens computed again at each step, for a minute at most: ``timing`` is of that
+    run, and the table says what the cache saves.
     """
     given: dict[str, Any] = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
     if args.no_cache:
@@ -132,11 +132,8 @@ def _settings(args: Namespace) -> dict[str, Any]:
     for name, value in (("dtype", args.dtype), ("memory", args.memory), ("block_tokens", args.block)):
         if value is not None:
             settings[name] = value
-    if args.key or args.value:
-        from kvist.engine.engine import best_dtype
-
-        dtype = args.dtype or best_dtype()
-        settings["format"] = CacheFormat(key=args.key or dtype, value=args.value or dtype)
+    if format_said(args):
+        settings["format"] = cache_format(args, args.dtype or best_dtype())
     return settings
 
 

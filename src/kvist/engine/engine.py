@@ -212,7 +212,9 @@ class Engine:
 
     def prefix_key(self, cache_salt: str) -> PrefixKey:
         """What a prompt must have in common with another, beside its tokens, to share its prefix."""
-        return PrefixKey(model=self.spec.name, format=str(self.format), salt=cache_salt)
+        # What convolutions keep is stored as it is computed.
+        stored = f"{self.format}, computed in {self.dtype}"
+        return PrefixKey(model=self.spec.name, format=stored, salt=cache_salt)
 
     def abort(self, request_id: str) -> None:
         """Stop a request before the next step; one that is over already is no error."""

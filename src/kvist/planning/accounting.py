@@ -10,6 +10,7 @@ from kvist.planning.engines import engine_account
 from kvist.planning.engines.account import EngineAccount, EngineBudget, EngineGroup
 from kvist.planning.fit import Fit
 from kvist.planning.plan import Plan
+from kvist.spec.format_words import options_of
 from kvist.units import format_size
 
 # What other engines call ranks and stages, where they have them.
@@ -110,7 +111,7 @@ def _kvist(plan: Plan, fit: Fit, settings: Mapping[str, Any] | None) -> EngineAc
     if capacity is None:
         raise InputError(f"engine: {plan.spec.name} remembers nothing that a cache could hold", key="engine")
     growing = next((index for index, group in enumerate(capacity.groups) if group.lifetime == "full"), 0)
-    fmt, cache = plan.format, capacity.cache_bytes
+    cache = capacity.cache_bytes
     return EngineAccount(
         name="kvist",
         num_blocks=capacity.layout.total_blocks(growing),
@@ -135,7 +136,8 @@ def _kvist(plan: Plan, fit: Fit, settings: Mapping[str, Any] | None) -> EngineAc
         command="kvist serve {model}",
         flags=(
             *("--memory", str(cache), "--block", str(fit.cutting.block_tokens)),
-            *("--key", fmt.key, "--value", fmt.value, "--max-context", str(capacity.context)),
+            *options_of(plan.format),
+            *("--max-context", str(capacity.context)),
         ),
         details={"slab_bytes": capacity.layout.slab_bytes, "num_slabs": capacity.layout.num_slabs},
     )

@@ -116,6 +116,21 @@ def listings(words: Sequence[str] = (), *, kind: str | None = None, sort: str = 
     return sorted(found, key=lambda each: _order(each, sort, fmt))
 
 
+def storable(found: Iterable[Listing], fmt: CacheFormat) -> tuple[list[Listing], dict[str, str]]:
+    """The models that can be stored so, and why others cannot, by name: widths that are no whole groups, few layers."""
+    kept, refused = [], {}
+    for each in found:
+        try:
+            each.spec.sequence_bytes(0, fmt)
+            each.spec.cross_bytes_per_encoder_token(fmt)
+            each.spec.append_bytes_per_token(fmt)
+        except InputError as error:
+            refused[each.spec.name] = str(error)
+        else:
+            kept.append(each)
+    return kept, refused
+
+
 def kind_named(name: str) -> str:
     """The kind of this name, in any case.
 

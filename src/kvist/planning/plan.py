@@ -280,6 +280,8 @@ def format_notes(spec: ModelSpec, fmt: CacheFormat) -> tuple[str, ...]:
         notes.append(f"a latent is key and value in one and is stored in the key codec, {fmt.key}")
     if fmt.key == "fp8" and kinds & {Latent, Compressed}:
         notes.append("the rotary elements of a latent in fp8 are stored in bf16")
+    if fmt.rotate and not any(fmt.of_layer(index, len(spec.layers)).rotates for index in range(len(spec.layers))):
+        notes.append("nothing is rotated: only codecs of 8 bits or fewer are")
     if fmt.state is not None and State not in kinds:
         notes.append(f"{spec.name} has no recurrent state that could be stored in {fmt.state}")
     elif fmt.state is None and fmt != CacheFormat() and State in kinds:

@@ -1,15 +1,22 @@
-"""``kvist formats``: codecs as rows, and rows as a table."""
+"""``kvist formats``: codecs and what was measured of them, as rows and as tables."""
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-from kvist.report.tables import Column, print_table
-from kvist.spec.formats import CODECS
+from kvist.report.tables import Column, print_facts, print_table
+from kvist.spec.fidelity import Fidelity, measured
+from kvist.spec.formats import CODECS, CacheFormat, Codec
+from kvist.units import counted
 
 _UNIT = 32
+# Whose measurements tables show; JSON has those of all.
+_MODEL = "smollm2-135m"
 
 
 def format_rows() -> list[dict[str, Any]]:
-    """One row a codec."""
+    """One row a codec; ``kl`` and ``kl_rotated`` where keys and values are both stored in it, None: not measured."""
+    found = {(entry.key, entry.value, entry.rotate): entry.kl for entry in _shown()}
     return [
         {
             "name": codec.name,
@@ -17,9 +24,20 @@ def format_rows() -> list[dict[str, Any]]:
             "group": codec.group,
             "scale_bytes": codec.scale_bytes,
             f"bytes_per_{_UNIT}": codec.vector_bytes(_UNIT),
+            "bits_per_element": codec.vector_bytes(_UNIT) * 8 / _UNIT,
+            "stores": codec.stores,
+            "affine": codec.affine,
+            "rotatable": codec.rotatable,
+            "kl": found.get((codec.name, codec.name, False)),
+            "kl_rotated": found.get((codec.name, codec.name, True)),
         }
         for codec in CODECS.values()
     ]
+
+
+def fidelity_rows() -> list[dict[str, Any]]:
+    """All that was measured, of any model."""
+    return [asdict(entry) for entry in measured()]
 
 
 def print_formats() -> int:
@@ -27,18 +45,73 @@ def print_formats() -> int:
     print_table(
         (
             Column(title="codec", whole=True),
+            Column(title="bytes/32", number=True),
             Column(title="bits", number=True),
-            Column(title="bytes per 32 elements", number=True),
-            Column(title="scale"),
+            Column(title="stores", whole=True),
+            Column(title="turned", whole=True),
         ),
         [
             (
-                row["name"],
-                str(row["bits"]),
-                str(row[f"bytes_per_{_UNIT}"]),
-                f"{row['scale_bytes']} bytes for each {row['group']} elements" if row["scale_bytes"] else "none",
+                codec.name,
+                str(codec.vector_bytes(_UNIT)),
+                f"{codec.vector_bytes(_UNIT) * 8 / _UNIT:g}",
+                _stores(codec),
+                "yes" if codec.rotatable else "",
             )
-            for row in format_rows()
+            for codec in CODECS.values()
         ],
     )
+    print_facts(
+        [
+            ("bytes/32", "of 32 elements, scales included; bits: of an element, likewise"),
+            ("turned", "with --rotate: by a Hadamard matrix over each head, which spreads outliers"),
+            ("latents", "in the key codec; in fp8 their rotary elements are in bf16"),
+        ]
+    )
+    shown = _shown()
+    if shown:
+        _print_measured(shown)
     return 0
+
+
+def _stores(codec: Codec) -> str:
+    return f"{codec.stores} of {codec.group}" if codec.scale_bytes else codec.stores
+
+
+def _shown() -> list[Fidelity]:
+    return [entry for entry in measured() if entry.model == _MODEL]
+
+
+def _print_measured(found: Sequence[Fidelity]) -> None:
+    """A line a pair of codecs, the largest first, with and without rotation."""
+    by_format = {(entry.key, entry.value, entry.rotate): entry for entry in found}
+    pairs = list(dict.fromkeys((entry.key, entry.value) for entry in found))
+    pairs.sort(key=lambda pair: -_pair_bytes(*pair))
+    tokens = " and ".join(counted(count, "token") for count in sorted({entry.tokens for entry in found}))
+
+    def cells(pair: tuple[str, str], rotate: bool) -> tuple[str, str, str]:
+        entry = by_format.get((*pair, rotate))
+        if entry is None:
+            return "", "", ""
+        ratio = f"{(entry.perplexity_ratio - 1) * 100:+.2f} %"
+        return f"{entry.kl:.2g}", ratio, f"{entry.top1_agreement * 100:.1f} %"
+
+    print_table(
+        (
+            Column(title="keys/values", whole=True),
+            Column(title="bytes", number=True),
+            Column(title="KL", number=True),
+            Column(title="perplexity", number=True),
+            Column(title="top-1", number=True),
+            Column(title="KL turned", number=True),
+            Column(title="perplexity", number=True),
+        ),
+        [("/".join(pair), str(_pair_bytes(*pair)), *cells(pair, False), *cells(pair, True)[:2]) for pair in pairs],
+        title=f"Measured: {_MODEL}, {tokens}, against an unquantised cache",
+    )
+
+
+def _pair_bytes(key: str, value: str) -> int:
+    """Of 32 elements of a key and of a value."""
+    fmt = CacheFormat(key=key, value=value)
+    return fmt.key_bytes(_UNIT) + fmt.value_bytes(_UNIT)

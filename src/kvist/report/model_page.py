@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvist.errors import BadFile
-from kvist.planning.catalogue import Listing, listings
+from kvist.planning.catalogue import Listing, listings, storable
 from kvist.planning.kinds import KINDS
 from kvist.spec.formats import CacheFormat
 
@@ -49,17 +49,18 @@ def write_page(path: str, fmt: CacheFormat, *, chosen: Sequence[Listing] = ()) -
 
 def page(fmt: CacheFormat, *, chosen: Sequence[Listing] = ()) -> str:
     """The page as text."""
-    every = listings(sort="released")
+    every, _ = storable(listings(sort="released"), fmt)
     rows = [_row(each, fmt) for each in every]
     known = {row["name"] for row in rows}
     rows += [_row(each, fmt) for each in chosen if _name(each) not in known]
     aliases = {alias: each.spec.name for each in every for alias in each.aliases}
+    usual = (aliases.get(name, name) for name in _CHOSEN)
     content = {
-        "format": {"key": fmt.key, "value": fmt.value},
+        "format": fmt.words,
         "kinds": KINDS,
         "lengths": LENGTHS,
         "named": _NAMED,
-        "chosen": [_name(each) for each in chosen] or [aliases.get(name, name) for name in _CHOSEN],
+        "chosen": [_name(each) for each in chosen] or [name for name in usual if name in known],
         "models": rows,
     }
     # A name cannot end the script that it stands in.

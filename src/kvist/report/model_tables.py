@@ -1,7 +1,7 @@
 """``kvist models`` as tables: the list, and models side by side."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvist.planning.catalogue import Listing
 from kvist.planning.kinds import KINDS
@@ -17,8 +17,10 @@ _GAP = 3
 _NAME = 18
 
 
-def print_models(found: Sequence[Listing], fmt: CacheFormat, *, dated: bool = False) -> None:
-    """Print the list: a line a model, with the month of its release where ``dated``."""
+def print_models(
+    found: Sequence[Listing], fmt: CacheFormat, *, dated: bool = False, left_out: Mapping[str, str] | None = None
+) -> None:
+    """Print the list: a line a model, with the month of its release where ``dated``; and what cannot be stored so."""
     dates = (Column(title="since", whole=True),) if dated else ()
     print_table(
         (
@@ -54,7 +56,9 @@ def print_models(found: Sequence[Listing], fmt: CacheFormat, *, dated: bool = Fa
     )
     copies = sum(each.like is not None for each in found)
     same = f", {copies} of them copies with the memory of another" if copies else ""
-    print(f"{len(found)} {'models' if len(found) > 1 else 'model'}{same}; keys {fmt.key}, values {fmt.value}")
+    print(f"{len(found)} {'models' if len(found) > 1 else 'model'}{same}; {fmt.words}")
+    if left_out:
+        print_facts([(f"{len(left_out)} left out", f"{fmt} cannot store {', '.join(left_out)}")])
 
 
 def print_compared(found: Sequence[Listing], fmt: CacheFormat, lengths: Sequence[int]) -> None:
@@ -75,7 +79,7 @@ def print_compared(found: Sequence[Listing], fmt: CacheFormat, lengths: Sequence
         for each in found
         if not each.spec.exact
     ]
-    print_facts([*notes, ("format", f"keys {fmt.key}, values {fmt.value}")])
+    print_facts([*notes, ("format", fmt.words)])
 
 
 def _compared(each: Listing, first: Listing, fmt: CacheFormat, lengths: Sequence[int]) -> list[str]:

@@ -22,7 +22,7 @@ def print_plan(plan: Plan, *, explained: bool = False) -> None:
         facts.append(("parameters", f"{spec.parameters:,}"))
     facts += [("layers", line) for line in layer_lines(plan.layers)]
     facts += [("draft layers", line) for line in layer_lines(plan.draft_layers)]
-    facts.append(("format", f"keys {plan.format.key}, values {plan.format.value}"))
+    facts.append(("format", plan.format.words))
     facts += _token_facts(plan)
     print_facts(facts)
     print_table(

@@ -6,7 +6,8 @@ a model.
 ``snapshot()`` is what ``/cache`` sends. Its keys (sizes in bytes, times in seconds)::
 
     model            id that requests name
-    format           {"key": codec, "value": codec}
+    format           {"key": codec, "value": codec}; with rotate, keep_layers, keep, layers and state where they are
+                     said, and then "text", all of it in words
     dtype            compute type
     uptime_seconds
     arena            {"bytes", "slab_bytes", "slabs", "slabs_free"}

@@ -92,6 +92,7 @@ class _Server(uvicorn.Server):
 def _ready_line(loop: Backend, host: str, port: int) -> str:
     now = loop.snapshot()
     shown = f"[{host}]" if ":" in host else host
-    codecs = now["format"]
-    cache = f"{loop.cache_tokens:,} tokens in {format_size(now['arena']['bytes'])} ({codecs['key']}/{codecs['value']})"
+    told = now["format"]
+    stored = told.get("text") or f"{told['key']}/{told['value']}"
+    cache = f"{loop.cache_tokens:,} tokens in {format_size(now['arena']['bytes'])} ({stored})"
     return f"kvist: {loop.model_id} in {now['dtype']} is ready on http://{shown}:{port} · cache {cache}"

@@ -10,6 +10,7 @@ from argparse import Namespace
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from kvist.cli_values import cache_format, format_said
 from kvist.errors import InputError
 from kvist.server.loading import ended_by_signals, ignore_signals
 
@@ -25,8 +26,9 @@ _VANISHED = 90_000
 def serve(args: Namespace) -> int:
     """Serve a model until SIGTERM or SIGINT; return the exit code.
 
-    ``args`` has what the command line gives: model, host, port, memory, key, value, dtype, block, max_running,
-    max_context, api_key. The key may also come from the variable ``KVIST_API_KEY``, which no process list shows.
+    ``args`` has what the command line gives: model, host, port, memory, key, value and what else says a format, dtype,
+    block, max_running, max_context, api_key. The last may also come from the variable ``KVIST_API_KEY``, which no
+    process list shows.
 
     Raises:
         InputError: the address cannot be used, or the engine refuses its settings.
@@ -37,16 +39,14 @@ def serve(args: Namespace) -> int:
     with ended_by_signals(), bind(args.host, args.port) as listener:
         from kvist.engine.engine import Engine, best_dtype
         from kvist.engine.loop import EngineLoop
-        from kvist.spec.formats import CacheFormat
 
         given = {
             "dtype": args.dtype, "block_tokens": args.block, "max_running": args.max_running,
             "max_context": args.max_context, "memory": args.memory,
         }  # fmt: skip
         settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        if args.key or args.value:
-            dtype = args.dtype or best_dtype()
-            settings["format"] = CacheFormat(key=args.key or dtype, value=args.value or dtype)
+        if format_said(args):
+            settings["format"] = cache_format(args, args.dtype or best_dtype())
         model = (args.model,) if args.model else ()
         loop = EngineLoop(Engine(*model, **settings))
         loop.start()

@@ -12,6 +12,7 @@ from kvist.errors import InputError
 from kvist.hardware import gpus_named
 from kvist.simulation.policies import policy_named
 from kvist.simulation.question import CHOICES
+from kvist.spec.format_words import pair
 from kvist.spec.model import ModelSpec
 
 # From a value as it is written to fields of a `Question`.
@@ -87,8 +88,13 @@ def _chosen(key: str) -> Read:
 
 def _format(word: str) -> dict[str, Any]:
     """``int8/int4``, or one codec for keys and values."""
-    key, sign, value = word.partition("/")
-    return {"key": values.codec(key), "value": values.codec(value if sign else key)}
+    key, value = pair(word)
+    return {"key": key, "value": value}
+
+
+def _kept(word: str) -> dict[str, Any]:
+    count, codec = values.kept_layers(word)
+    return {"keep_layers": count, "keep": codec}
 
 
 def _tiers(word: str) -> dict[str, Any]:
@@ -118,6 +124,8 @@ AXES: dict[str, Read] = {
     "model": _model,
     "format": _format,
     "gpu": _gpu,
+    "keep-layers": _kept,
+    "state": _field("state", values.state_codec),
     "memory": _field("memory", values.size),
     "cache-memory": _field("cache_memory", values.size),
     "weights": _field("weights", values.weight_codec),

@@ -17,6 +17,7 @@ from kvist.simulation.machine import Site, site_of
 from kvist.simulation.policies import policy_named
 from kvist.simulation.results import PolicyResult, SimulationResult
 from kvist.simulation.simulator import ROUTES, Server, run_policies
+from kvist.spec.format_words import format_of, layer_format
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
 from kvist.traces.trace import Trace
@@ -42,6 +43,8 @@ class Question:
     Attributes:
         model: what :meth:`ModelSpec.read` takes; not needed for an endless cache without a clock.
         key, value: codecs of the cache.
+        rotate, keep_layers, keep, state: as those of :class:`~kvist.spec.formats.CacheFormat`.
+        layer_formats: of single layers, as ``7=int8/int4``.
         gpu, memory, cache_memory, weights, tp, pp, overhead: as those of :func:`kvist.plan`.
         policies: names, in order.
         block_tokens: tokens of a block; the engine's default where left out, the trace's without a clock.
@@ -63,6 +66,11 @@ class Question:
     model: str | None = None
     key: str = "bf16"
     value: str = "bf16"
+    rotate: bool = False
+    keep_layers: int = 0
+    keep: str | None = None
+    layer_formats: tuple[str, ...] = ()
+    state: str | None = None
     gpu: str | None = None
     memory: int | str | None = None
     cache_memory: int | str | None = None
@@ -88,7 +96,7 @@ class Question:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Question":
-        """Make one of fields by name; a lone policy or tier needs no list.
+        """Make one of fields by name; a lone policy, tier or layer's format needs no list.
 
         Raises:
             InputError: there is no such field, or a value is wrong.
@@ -100,11 +108,29 @@ class Question:
         several = {
             name: (value,) if isinstance(value, str) else tuple(value)
             for name, value in fields.items()
-            if name in ("policies", "tiers")
+            if name in ("policies", "tiers", "layer_formats")
         }
         return cls(**{**fields, **several})
 
+    @property
+    def format(self) -> CacheFormat:
+        """How keys, values and states are stored.
+
+        Raises:
+            InputError: a value is wrong.
+        """
+        return format_of(
+            key=self.key,
+            value=self.value,
+            rotate=self.rotate,
+            keep_layers=(self.keep_layers, self.keep),
+            layer_formats=map(layer_format, self.layer_formats),
+            state=self.state,
+        )
+
     def __post_init__(self) -> None:
+        # Refused here what is none.
+        _ = self.format
         if not self.policies or len(set(self.policies)) < len(self.policies):
             raise InputError(f"policy: {', '.join(self.policies) or 'none'}; at least one, each once", key="policy")
         for name in self.policies:
@@ -161,7 +187,7 @@ def simulate(
     trace = trace.part(0, question.requests or len(trace)).sped_up(question.speed)
     if not len(trace):
         raise InputError(f"trace: {trace.source} holds no requests", key="trace")
-    fmt = CacheFormat(key=question.key, value=question.value)
+    fmt = question.format
     spec = None if question.model is None else ModelSpec.read(question.model)
     if question.cache_only:
         return _without_clock(trace, question, spec, fmt)
@@ -187,7 +213,7 @@ def simulate(
     return SimulationResult(
         trace=trace.source,
         model=spec.name,
-        format=f"{fmt.key}/{fmt.value}",
+        format=str(fmt),
         machine=_machine(site, server),
         requests=len(trace),
         prompt_tokens=int(trace.prompts.sum()),
@@ -317,7 +343,7 @@ def _without_clock(trace: Trace, question: Question, spec: ModelSpec | None, fmt
     return SimulationResult(
         trace=trace.source,
         model="" if spec is None else spec.name,
-        format=f"{fmt.key}/{fmt.value}",
+        format=str(fmt),
         machine=machine,
         requests=len(trace),
         prompt_tokens=int(trace.prompts.sum()),

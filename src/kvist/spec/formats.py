@@ -80,15 +80,17 @@ STATE_CODECS = ("f32", "f16", "bf16")
 """What a recurrent state can be stored in: it is read and written whole at every token, and errors add up in it."""
 
 
+KEEP_CODECS = ("f32", "f16", "bf16")
+"""What kept layers can be stored in: as an engine computes, or nearly."""
+
+
 def codec_named(name: str, *, key: str = "codec") -> Codec:
     """Return the codec of this name.
 
     Raises:
         InputError: there is none.
     """
-    if not isinstance(name, str) or name not in CODECS:
-        raise InputError(f"{key}: {name!r} is not a codec; choose one of {', '.join(CODECS)}", key=key)
-    return CODECS[name]
+    return _named(name, tuple(CODECS), "a codec", key)
 
 
 def state_codec_named(name: str, *, key: str = "state") -> Codec:
@@ -97,10 +99,21 @@ def state_codec_named(name: str, *, key: str = "state") -> Codec:
     Raises:
         InputError: there is none, or states are not stored in it.
     """
-    if not isinstance(name, str) or name not in STATE_CODECS:
-        raise InputError(
-            f"{key}: {name!r} is not a codec for recurrent states; choose one of {', '.join(STATE_CODECS)}", key=key
-        )
+    return _named(name, STATE_CODECS, "a codec for recurrent states", key)
+
+
+def keep_codec_named(name: str, *, key: str = "keep") -> Codec:
+    """Return the codec of this name, for kept layers.
+
+    Raises:
+        InputError: there is none, or it would keep nothing.
+    """
+    return _named(name, KEEP_CODECS, "a codec for kept layers", key)
+
+
+def _named(name: str, known: tuple[str, ...], what: str, key: str) -> Codec:
+    if not isinstance(name, str) or name not in known:
+        raise InputError(f"{key}: {name!r} is not {what}; choose one of {', '.join(known)}", key=key)
     return CODECS[name]
 
 
@@ -136,7 +149,7 @@ class CacheFormat:
         codec_named(self.key, key="key")
         codec_named(self.value, key="value")
         if self.keep is not None:
-            codec_named(self.keep, key="keep")
+            keep_codec_named(self.keep)
         if self.state is not None:
             state_codec_named(self.state)
         if type(self.rotate) is not bool:
@@ -175,6 +188,16 @@ class CacheFormat:
         return self.rotate and self.value_codec.rotatable
 
     @property
+    def rotates(self) -> bool:
+        """Whether anything is turned in layers of which nothing else is said."""
+        return self.rotates_keys or self.rotates_values
+
+    @cached_property
+    def own(self) -> "Mapping[int, CacheFormat]":
+        """Formats of single layers, by index, in order."""
+        return dict(self.layers)
+
+    @property
     def uniform(self) -> bool:
         """Whether all layers are stored alike."""
         return not self.keep_layers and not self.layers
@@ -183,7 +206,7 @@ class CacheFormat:
     def plain(self) -> "CacheFormat":
         """What layers are stored in of which nothing else is said; without a rotation that turns nothing."""
         bare = replace(self, keep_layers=0, keep=None, layers=())
-        return replace(bare, rotate=bare.rotates_keys or bare.rotates_values)
+        return replace(bare, rotate=bare.rotates)
 
     def of_layer(self, index: int, count: int) -> "CacheFormat":
         """What one layer is stored in: a plain format.
@@ -198,7 +221,7 @@ class CacheFormat:
         if self.uniform:
             return self.plain
         self.require_layers(count)
-        own = self._own.get(index)
+        own = self.own.get(index)
         if own is not None:
             return replace(own, state=own.state or self.state).plain
         if self.keep_layers and not self.keep_layers <= index < count - self.keep_layers:
@@ -221,16 +244,16 @@ class CacheFormat:
         """The same format as an engine that computes in this type has it: kept layers are stored as they come."""
         return replace(self, keep=codec) if self.keep_layers and self.keep is None else self
 
-    def require_layers(self, count: int) -> None:
-        """Raise :class:`InputError` unless a model of ``count`` layers can be stored so."""
+    def require_layers(self, count: int, *, name: str = "the model") -> None:
+        """Raise :class:`InputError` unless a model of ``count`` layers, called ``name``, can be stored so."""
         if 2 * self.keep_layers > count:
             raise InputError(
-                f"keep_layers: {self.keep_layers} at either end; the model has {count} layers: at most {count // 2}",
+                f"keep_layers: {self.keep_layers} at either end; {name} has {count} layers: at most {count // 2}",
                 key="keep_layers",
             )
-        last = max(self._own, default=-1)
+        last = max(self.own, default=-1)
         if last >= count:
-            raise InputError(f"layers: {last}; the model has {count} layers, 0 to {count - 1}", key="layers")
+            raise InputError(f"layers: {last}; {name} has {count} layers, 0 to {count - 1}", key="layers")
 
     def key_bytes(self, width: int) -> int:
         """Bytes of one key of ``width`` elements.
@@ -261,33 +284,35 @@ class CacheFormat:
             return self.key_bytes(rank) + CODECS["bf16"].vector_bytes(rope_dim)
         return self.key_bytes(rank + rope_dim)
 
-    @cached_property
-    def _own(self) -> "Mapping[int, CacheFormat]":
-        return dict(self.layers)
-
     def to_dict(self) -> dict[str, Any]:
-        """As under ``format`` in JSON: key and value, and the rest where it is said."""
-        answer: dict[str, Any] = {"key": self.key, "value": self.value}
-        if self.rotate:
-            answer["rotate"] = True
+        """As under ``format`` in JSON: key and value; the rest, and all of it in words, where more is said."""
+        more: dict[str, Any] = {}
+        if self.rotates:
+            more["rotate"] = True
         if self.keep_layers:
-            answer |= {"keep_layers": self.keep_layers, "keep": self.keep or "bf16"}
-        if self.layers:
-            answer["layers"] = {str(index): fmt.to_dict() for index, fmt in self._own.items()}
+            more |= {"keep_layers": self.keep_layers, "keep": self.keep or "bf16"}
+        if self.own:
+            more["layers"] = {str(index): fmt.to_dict() for index, fmt in self.own.items()}
         if self.state is not None:
-            answer["state"] = self.state
-        return answer
+            more["state"] = self.state
+        return {"key": self.key, "value": self.value} | more | ({"text": str(self)} if more else {})
+
+    @property
+    def words(self) -> str:
+        """A line for people: ``keys int8, values int4, rotated, 2 + 2 layers bf16``."""
+        return ", ".join([f"keys {self.key}, values {self.value}", *(["rotated"] if self.rotates else []), *self._more])
 
     def __str__(self) -> str:
-        rotated = " rotated" if self.rotate else ""
-        parts = [f"{self.key}/{self.value}{rotated}"]
-        # In brackets where it says more than one thing, so that what two formats say is never the same.
-        parts += [f"layer {index} ({fmt})" if fmt.state else f"layer {index} {fmt}" for index, fmt in self._own.items()]
+        """In short, and whole: formats that store any layer otherwise are never called the same."""
+        return ", ".join([f"{self.key}/{self.value}{' rotated' if self.rotates else ''}", *self._more])
+
+    @property
+    def _more(self) -> list[str]:
+        """What is said beside codecs and rotation; in brackets what says several things of one layer."""
+        parts = [f"layer {index} ({fmt})" if fmt.state else f"layer {index} {fmt}" for index, fmt in self.own.items()]
         if self.keep_layers:
             parts.append(f"{self.keep_layers} + {self.keep_layers} layers {self.keep or 'bf16'}")
-        if self.state is not None:
-            parts.append(f"states {self.state}")
-        return ", ".join(parts)
+        return parts if self.state is None else [*parts, f"states {self.state}"]
 
 
 def require_format(fmt: object) -> CacheFormat:

@@ -166,6 +166,7 @@ class ModelSpec:
             if len(self._counts) >= _MOST_COUNTS:
                 self._counts.clear()
             count = len(self.layers)
+            fmt.require_layers(count, name=self.name)
             found = Counter((layer, fmt.of_layer(index, count)) for index, layer in enumerate(self.layers))
             self._counts[fmt] = found
         return found
