@@ -30,7 +30,7 @@ setup(
                 *(str(KERNELS / name) for name in SOURCES),
                 str(NANOBIND / "nb_combined.cpp"),
             ],
-            depends=[str(KERNELS / name) for name in ("cpu.h", "cpu_avx512.h")],
+            depends=[str(KERNELS / name) for name in ("cpu.h", "cpu_avx512.h", "cpu_codecs.h", "cpu_matrix.h")],
             include_dirs=[nanobind.include_dir(), str(NANOBIND.parent / "ext" / "robin_map" / "include")],
             define_macros=[("NDEBUG", None), ("NB_COMPACT_ASSERTIONS", None)],
             extra_compile_args=[

@@ -67,12 +67,17 @@ NB_MODULE(_cpu, m) {
     nb::class_<Geometry>(m, "Geometry")
         .def("__init__",
              [](Geometry* self, std::int64_t slab_bytes, std::int64_t blocks_per_slab, std::int64_t block_bytes,
-                std::int64_t layer_bytes, std::int64_t run_bytes, int block_tokens, int kv_heads, int dim, int repeats) {
-                 new (self) Geometry{slab_bytes, blocks_per_slab, block_bytes, layer_bytes, run_bytes,
-                                     block_tokens, kv_heads, dim, repeats};
+                std::int64_t layer_bytes, std::int64_t key_run_bytes, std::int64_t value_run_bytes, int key, int value,
+                int block_tokens, int kv_heads, int dim, int repeats) {
+                 new (self) Geometry{slab_bytes,      blocks_per_slab,
+                                     block_bytes,     layer_bytes,
+                                     key_run_bytes,   value_run_bytes,
+                                     static_cast<Codec>(key), static_cast<Codec>(value),
+                                     block_tokens,    kv_heads,
+                                     dim,             repeats};
              },
-             nb::kw_only(), "slab_bytes"_a, "blocks_per_slab"_a, "block_bytes"_a, "layer_bytes"_a, "run_bytes"_a,
-             "block_tokens"_a, "kv_heads"_a, "dim"_a, "repeats"_a);
+             nb::kw_only(), "slab_bytes"_a, "blocks_per_slab"_a, "block_bytes"_a, "layer_bytes"_a, "key_run_bytes"_a,
+             "value_run_bytes"_a, "key"_a, "value"_a, "block_tokens"_a, "kv_heads"_a, "dim"_a, "repeats"_a);
     nb::class_<Plan>(m, "Plan")
         .def("__init__",
              [](Plan* self, const Geometry& geometry, float scale, float softcap, std::int64_t window,

@@ -12,13 +12,19 @@ namespace kvist {
 // bf16 values travel as their bits.
 using bf16 = std::uint16_t;
 
+// How a key or a value is stored; store/codecs.py draws them.
+enum class Codec : int { kBfloat16, kFloat16, kFloat32, kFp8, kInt8, kInt4, kInt4Affine };
+
+inline bool has_scales(Codec codec) { return codec >= Codec::kInt8; }
+
 // How one group of layers lies in the arena; see cache/groups.py for the drawing. Sizes in bytes.
 struct Geometry {
     std::int64_t slab_bytes;
     std::int64_t blocks_per_slab;
     std::int64_t block_bytes;
-    std::int64_t layer_bytes;  // one layer's part of a block
-    std::int64_t run_bytes;    // one head's keys, or values, of one layer of one block
+    std::int64_t layer_bytes;  // one layer's part of a block: all heads' keys, then their values
+    std::int64_t key_run_bytes, value_run_bytes;  // one head's keys, or values, of one layer of one block
+    Codec key, value;
     int block_tokens;
     int kv_heads;
     int dim;
@@ -27,6 +33,10 @@ struct Geometry {
     std::int64_t offset(std::int64_t block) const {
         return block / blocks_per_slab * slab_bytes + block % blocks_per_slab * block_bytes;
     }
+
+    // Of a head's runs in a layer's part of a block.
+    std::int64_t key_run(int head) const { return head * key_run_bytes; }
+    std::int64_t value_run(int head) const { return kv_heads * key_run_bytes + head * value_run_bytes; }
 };
 
 // Rows `first_row … end_row - 1` of a step over the keys at positions `first_key … end_key - 1` of one block table.
@@ -56,7 +66,7 @@ struct Plan {
     float softcap;        // 0: none
     std::int64_t window;  // 0: none
     std::vector<std::int64_t> positions;      // of each row
-    std::vector<std::int64_t> append;         // offset of each row's first key in the arena
+    std::vector<std::int64_t> append;         // offset in the arena of the block that each row is stored in
     std::vector<std::int64_t> offsets;        // of all tables' blocks; -1 where given back
     std::vector<Unit> units;
     std::vector<Task> tasks;

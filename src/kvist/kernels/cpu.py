@@ -31,6 +31,8 @@ _CHOICES = ("auto", "amx", "avx512", "torch")
 # cpu_attention.cpp: kMaxDim, and kMaxTiles of 16 queries.
 _MOST_DIM = 256
 _MOST_REPEATS = 256
+# Numbers of cpu.h: Codec.
+CODECS = {name: number for number, name in enumerate(("bf16", "f16", "f32", "fp8", "int8", "int4", "int4a"))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,14 +200,17 @@ class PagedAttention:
         self.store = store
         self.scores = scores
         group = store.group
-        run_bytes = group.head_run_bytes[0]
-        self.layer_bytes = 2 * store.kv_heads * run_bytes
+        key_run_bytes, value_run_bytes = group.head_run_bytes
+        self.layer_bytes = store.kv_heads * (key_run_bytes + value_run_bytes)
         self.geometry = kernels.module.Geometry(
             slab_bytes=store.slab_bytes,
             blocks_per_slab=store.blocks_per_slab,
             block_bytes=group.block_bytes,
             layer_bytes=self.layer_bytes,
-            run_bytes=run_bytes,
+            key_run_bytes=key_run_bytes,
+            value_run_bytes=value_run_bytes,
+            key=CODECS[group.format.key],
+            value=CODECS[group.format.value],
             block_tokens=group.block_tokens,
             kv_heads=store.kv_heads,
             dim=store.dim,
@@ -214,13 +219,13 @@ class PagedAttention:
 
     @staticmethod
     def suits(store: PagedKV, dtype: torch.dtype, repeats: int) -> bool:
-        """Whether the kernels read what is in this memory: bf16, blocks of whole vectors of 16 tokens.
+        """Whether the kernels compute so: in bf16, on blocks of whole vectors of 16 tokens.
 
         One token's queries of a KV head must fit into what a thread works in.
         """
         return (
             dtype == torch.bfloat16
-            and all(part.dtype == dtype for part in store.parts)
+            and {store.group.format.key, store.group.format.value} <= CODECS.keys()
             and store.block_tokens % 16 == 0
             and store.dim % 32 == 0
             and store.dim <= _MOST_DIM

@@ -6,6 +6,7 @@
 //     scores   S^T [tokens, 16 queries] = K [tokens, dim] x Q^T      keys are read in place from their blocks
 //     output   O^T [dim, 16 queries]   += V^T [dim, tokens] x P^T    values are transposed once for all queries of a job
 //
+// Keys that are not bf16 are unpacked to it, sixteen tokens at a time, and values that have scales lie transposed.
 // Both products take their right side in pairs of rows (two bf16 in 32 bits), which Q^T is packed to once a job and
 // P^T comes out as. Running maxima and sums follow FlashAttention-2 (arXiv:2307.08691).
 
@@ -25,6 +26,7 @@
 #include <immintrin.h>
 
 #include "cpu_avx512.h"
+#include "cpu_codecs.h"
 
 namespace kvist::avx512 {
 namespace {
@@ -47,6 +49,8 @@ struct alignas(64) Scratch {
     float scores[2][kKeys][kLanes];
     std::uint32_t weights[2][kKeys / 2][kLanes];  // P^T in pairs
     std::uint16_t values[kMaxDim][kKeys];         // V^T
+    std::uint16_t keys[kKeys][kMaxDim];           // K, where it is unpacked: rows of `dim`
+    std::uint16_t rows[2][kLanes][kMaxDim];       // V of two groups of tokens, likewise
 };
 
 class Job {
@@ -115,9 +119,23 @@ class Job {
         std::memset(s_.out[place], 0, sizeof(float) * kLanes * shape_.dim);
     }
 
-    const char* run_of(const Unit& unit, std::int64_t key, int run) const {
-        const std::int64_t block = key / shape_.block_tokens;
-        return arena_ + unit.offsets[block] + run * shape_.run_bytes + key % shape_.block_tokens * shape_.dim * 2;
+    // Where the block that holds a key lies, and the key's place in it.
+    const char* block_of(const Unit& unit, std::int64_t key) const {
+        return arena_ + unit.offsets[key / shape_.block_tokens];
+    }
+    int slot_of(std::int64_t key) const { return static_cast<int>(key % shape_.block_tokens); }
+
+    // Sixteen tokens' vectors of a run stored in rows, as bf16: in place, or unpacked to `to`. What lies behind the
+    // `count`-th in place is not looked at.
+    const char* rows_of(Codec codec, const char* run, int slot, int count, bf16* to) const {
+        if (codec == Codec::kBfloat16) return run + static_cast<std::int64_t>(slot) * shape_.dim * 2;
+        unpack_rows(codec, run, shape_.block_tokens, slot, shape_.dim, count, to);
+        return reinterpret_cast<const char*>(to);
+    }
+
+    const char* keys_of(const Unit& unit, int head, std::int64_t key, std::int64_t end, bf16* to) const {
+        const int count = static_cast<int>(std::min<std::int64_t>(end - key, kLanes));
+        return rows_of(shape_.key, block_of(unit, key) + shape_.key_run(head), slot_of(key), count, to);
     }
 
     // Keys `first … end - 1` for all queries of the job; `first` is a multiple of 16, and keys before `begin` are not
@@ -125,11 +143,8 @@ class Job {
     void pass(const Unit& unit, int head, std::int64_t first, std::int64_t begin, std::int64_t end) {
         const int groups = static_cast<int>((end - first + kLanes - 1) / kLanes);
         const int padded = (groups + 1) / 2 * 2;
-        const char* keys[kKeys / kLanes];
-        for (int g = 0; g < padded; ++g)
-            keys[g] = run_of(unit, first + std::min(g, groups - 1) * kLanes, head);
         if (heads_ > 1) {
-            scores_of_heads(keys, padded);
+            scores_of_heads(unit, head, first, end, padded);
             softmax(0, 0, first, begin, end, padded * kLanes);
             for (int i = 0; i < heads_; ++i) {
                 transpose_values(unit, head + i, first, end, padded);
@@ -137,6 +152,10 @@ class Job {
             }
             return;
         }
+        const char* keys[kKeys / kLanes];
+        for (int g = 0; g < groups; ++g)
+            keys[g] = keys_of(unit, head, first + g * kLanes, end, s_.keys[0] + g * kLanes * shape_.dim);
+        if (groups < padded) keys[groups] = keys[groups - 1];
         transpose_values(unit, head, first, end, padded);
         for (int tile = 0; tile < tiles_; tile += 2) {
             const int together = std::min(2, tiles_ - tile);
@@ -149,39 +168,53 @@ class Job {
     // Asks for one head's sixteen keys and values of a later pass, which lie in blocks here and there.
     void fetch(const Unit& unit, int head, std::int64_t key) const {
         if (key >= last_key_) return;
-        const std::int64_t bytes = std::int64_t{2} * kLanes * shape_.dim;
-        const char* keys = run_of(unit, key, head);
-        const char* values = run_of(unit, key, shape_.kv_heads + head);
-        for (std::int64_t at = 0; at < bytes; at += 64) {
-            _mm_prefetch(keys + at, _MM_HINT_T1);
-            _mm_prefetch(values + at, _MM_HINT_T1);
-        }
+        const char* block = block_of(unit, key);
+        fetch(block + shape_.key_run(head), shape_.key, shape_.key_run_bytes, slot_of(key));
+        fetch(block + shape_.value_run(head), shape_.value, shape_.value_run_bytes, slot_of(key));
+    }
+
+    // Of a run with scales all, where it is a block of sixteen tokens; in longer ones they lie here and there.
+    void fetch(const char* run, Codec codec, std::int64_t run_bytes, int slot) const {
+        if (has_scales(codec) && shape_.block_tokens > kLanes) return;
+        const std::int64_t bytes = run_bytes / shape_.block_tokens * kLanes;
+        run += run_bytes / shape_.block_tokens * slot;
+        for (std::int64_t at = 0; at < bytes; at += 64) _mm_prefetch(run + at, _MM_HINT_T1);
     }
 
     // S^T of the queries of several heads, each in its own lanes.
-    void scores_of_heads(const char* const* keys, int groups) {
+    void scores_of_heads(const Unit& unit, int head, std::int64_t first, std::int64_t end, int groups) {
         const int steps = shape_.dim / 32;
         const std::int64_t stride = 2 * shape_.dim;
         for (int g = 0; g < groups; g += 2) {
-            if (!amx_) {
-                for (int half = g; half < g + 2; ++half) {
-                    multiply<false>(s_.scores[0][half * kLanes], keys[half], stride, s_.q[0][0], steps);
-                    for (int i = 1; i < heads_; ++i)
-                        multiply<true>(s_.scores[0][half * kLanes], keys[half] + i * shape_.run_bytes, stride,
-                                       s_.q[i][0], steps);
-                }
-                continue;
+            if (amx_) {
+                TILE_ZERO(0);
+                TILE_ZERO(1);
             }
-            TILE_ZERO(0);
-            TILE_ZERO(1);
-            for (int i = 0; i < heads_; ++i)
+            for (int i = 0; i < heads_; ++i) {
+                const char* keys[2];
+                for (int half = 0; half < 2; ++half) {
+                    const std::int64_t key = first + (g + half) * kLanes;
+                    keys[half] = key < end ? keys_of(unit, head + i, key, end, s_.keys[half * kLanes]) : keys[0];
+                }
+                if (!amx_) {
+                    for (int half = 0; half < 2; ++half) {
+                        float* scores = s_.scores[0][(g + half) * kLanes];
+                        if (i == 0)
+                            multiply<false>(scores, keys[half], stride, s_.q[i][0], steps);
+                        else
+                            multiply<true>(scores, keys[half], stride, s_.q[i][0], steps);
+                    }
+                    continue;
+                }
                 for (int step = 0; step < steps; ++step) {
-                    TILE_LOAD(4, keys[g] + i * shape_.run_bytes + step * 64, stride);
-                    TILE_LOAD(5, keys[g + 1] + i * shape_.run_bytes + step * 64, stride);
+                    TILE_LOAD(4, keys[0] + step * 64, stride);
+                    TILE_LOAD(5, keys[1] + step * 64, stride);
                     TILE_LOAD(6, s_.q[i][step * kLanes], 64);
                     TILE_DOT(0, 4, 6);
                     TILE_DOT(1, 5, 6);
                 }
+            }
+            if (!amx_) continue;
             TILE_STORE(0, s_.scores[0][g * kLanes], 64);
             TILE_STORE(1, s_.scores[0][(g + 1) * kLanes], 64);
         }
@@ -202,9 +235,16 @@ class Job {
             for (int i = 0; i < 2; ++i) {
                 const std::int64_t key = first + (g + i) * kLanes;
                 count[i] = static_cast<int>(std::clamp<std::int64_t>(end - key, 0, kLanes));
-                half[i] = run_of(unit, count[i] > 0 ? key : first, shape_.kv_heads + head);
                 fetch(unit, head, key + kAhead * kKeys);
+                const std::int64_t there = count[i] > 0 ? key : first;
+                const char* run = block_of(unit, there) + shape_.value_run(head);
+                if (has_scales(shape_.value))
+                    unpack_values(shape_.value, run, shape_.block_tokens, slot_of(there), shape_.dim, count[i],
+                                  s_.values[0] + (g + i) * kLanes, kKeys);
+                else
+                    half[i] = rows_of(shape_.value, run, slot_of(there), count[i], s_.rows[i][0]);
             }
+            if (has_scales(shape_.value)) continue;
             for (int d = 0; d < shape_.dim; d += 32) {
                 __m512i left[kLanes], right[kLanes];
                 for (int i = 0; i < 2; ++i) {
@@ -465,12 +505,18 @@ void attend(Plan& plan, const Team& team, bool amx, char* arena, const bf16* q, 
             std::int64_t kv_stride, bf16* out) {
     const Geometry& shape = plan.geometry;
     const std::int64_t rows = static_cast<std::int64_t>(plan.append.size());
-    const std::size_t vector_bytes = 2 * static_cast<std::size_t>(shape.dim);
     team.share(rows, 64, [&](std::int64_t row) {
-        char* to = arena + plan.append[row];
-        const bf16* from = kv + row * kv_stride;
-        for (int run = 0; run < 2 * shape.kv_heads; ++run)
-            std::memcpy(to + run * shape.run_bytes, from + run * shape.dim, vector_bytes);
+        char* block = arena + plan.append[row];
+        const int slot = static_cast<int>(plan.positions[row] % shape.block_tokens);
+        const bf16* keys = kv + row * kv_stride;
+        const bf16* values = keys + shape.kv_heads * shape.dim;
+        for (int head = 0; head < shape.kv_heads; ++head) {
+            pack_row(shape.key, block + shape.key_run(head), shape.block_tokens, slot, shape.dim,
+                     keys + head * shape.dim);
+            const auto pack = has_scales(shape.value) ? pack_value : pack_row;
+            pack(shape.value, block + shape.value_run(head), shape.block_tokens, slot, shape.dim,
+                 values + head * shape.dim);
+        }
     });
     const std::int64_t jobs = static_cast<std::int64_t>(plan.tasks.size());
     std::atomic<std::int64_t> next{0};

@@ -62,7 +62,7 @@ void make_plan(Plan& plan, const Tables& tables, const std::vector<Run>& runs, i
         for (std::int64_t i = 0; i < tables.count[span]; ++i) {
             const std::int64_t position = tables.start[span] + i;
             plan.positions.push_back(position);
-            plan.append.push_back(offsets[position / size] + position % size * shape.dim * 2);
+            plan.append.push_back(offsets[position / size]);
         }
         first_row.push_back(static_cast<int>(plan.positions.size()));
     }

@@ -1,0 +1,331 @@
+// Keys and values as they are stored, for AVX-512: one token's are packed, sixteen tokens' unpacked to bf16. Included
+// inside a file's target region. store/codecs.py draws the layouts and is the oracle:
+//
+//     keys                 rows of tokens; under codecs with scales the codes of all of a block's tokens, then the scales
+//     values without scale likewise
+//     values with scales   codes of one dim of all tokens, then the next dim's; scales likewise, one of 32 dims
+//
+// A vector of keys is one token's 32 elements under one scale, a vector of values sixteen tokens of one dim under
+// their sixteen scales: nothing is summed across lanes, and values need no transposing.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "cpu.h"
+#include "cpu_avx512.h"
+
+namespace kvist::avx512 {
+
+constexpr int kGroup = 32;  // elements under one scale
+
+inline __m512 of_halves(const std::uint16_t* p, __mmask16 mask) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, p));
+}
+
+inline __m512 of_half(const char* p) {
+    std::uint16_t bits;
+    std::memcpy(&bits, p, 2);
+    return _mm512_cvtph_ps(_mm256_set1_epi16(static_cast<short>(bits)));
+}
+
+// e4m3 in 32-bit lanes. Its bits, moved to float32's places, are the number times 2^-120, subnormal ones too.
+inline __m512 of_fp8(__m512i bits) {
+    const __m512i sign = _mm512_slli_epi32(_mm512_and_si512(bits, _mm512_set1_epi32(0x80)), 24);
+    const __m512i rest = _mm512_slli_epi32(_mm512_and_si512(bits, _mm512_set1_epi32(0x7f)), 20);
+    const __m512 small = _mm512_castsi512_ps(_mm512_or_si512(sign, rest));
+    return _mm512_mul_ps(small, _mm512_castsi512_ps(_mm512_set1_epi32((127 + 120) << 23)));
+}
+
+inline __m512i bytes(const char* p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+inline __m512 signed_bytes(const char* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+
+// Codes 0 … 15 as numbers, from `first` up. Only the lowest four bits of an index count.
+inline __m512 codes_from(float first) {
+    return _mm512_add_ps(_mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_ps(first));
+}
+
+inline void store_pair(bf16* p, __m512 low, __m512 high) {
+    _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+}
+
+// ---- unpacking ------------------------------------------------------------------------------------------------------
+
+// Tokens `slot … slot + 15` of a run stored in rows, to bf16 `[16, dim]`; of `count` tokens, zeros behind them.
+//   tokens   of a block
+inline void unpack_rows(Codec codec, const char* run, int tokens, int slot, int dim, int count, bf16* to) {
+    const int groups = dim / kGroup;
+    const __m512 signed_codes = codes_from(-8), plain_codes = codes_from(0);
+    for (int t = 0; t < kLanes; ++t) {
+        bf16* row = to + static_cast<std::int64_t>(t) * dim;
+        if (t >= count) {
+            std::memset(row, 0, 2 * static_cast<std::size_t>(dim));
+            continue;
+        }
+        const std::int64_t token = slot + t;
+        switch (codec) {
+            case Codec::kBfloat16:
+                std::memcpy(row, run + token * dim * 2, 2 * static_cast<std::size_t>(dim));
+                break;
+            case Codec::kFloat16: {
+                const auto* from = reinterpret_cast<const std::uint16_t*>(run) + token * dim;
+                for (int d = 0; d < dim; d += kGroup)
+                    store_pair(row + d, of_halves(from + d, 0xffff), of_halves(from + d + kLanes, 0xffff));
+                break;
+            }
+            case Codec::kFloat32: {
+                const auto* from = reinterpret_cast<const float*>(run) + token * dim;
+                for (int d = 0; d < dim; d += kGroup)
+                    store_pair(row + d, _mm512_loadu_ps(from + d), _mm512_loadu_ps(from + d + kLanes));
+                break;
+            }
+            case Codec::kFp8: {
+                const char* from = run + token * dim;
+                for (int d = 0; d < dim; d += kGroup)
+                    store_pair(row + d, of_fp8(bytes(from + d)), of_fp8(bytes(from + d + kLanes)));
+                break;
+            }
+            case Codec::kInt8: {
+                const char* from = run + token * dim;
+                const char* scales = run + static_cast<std::int64_t>(tokens) * dim + token * groups * 2;
+                for (int g = 0; g < groups; ++g, from += kGroup) {
+                    const __m512 scale = of_half(scales + 2 * g);
+                    store_pair(row + g * kGroup, _mm512_mul_ps(scale, signed_bytes(from)),
+                               _mm512_mul_ps(scale, signed_bytes(from + kLanes)));
+                }
+                break;
+            }
+            case Codec::kInt4: {
+                const char* from = run + token * dim / 2;
+                const char* scales = run + static_cast<std::int64_t>(tokens) * dim / 2 + token * groups * 2;
+                for (int g = 0; g < groups; ++g, from += kLanes) {
+                    const __m512 scale = of_half(scales + 2 * g);
+                    const __m512i both = bytes(from);
+                    store_pair(row + g * kGroup, _mm512_mul_ps(scale, _mm512_permutexvar_ps(both, signed_codes)),
+                               _mm512_mul_ps(scale, _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), signed_codes)));
+                }
+                break;
+            }
+            case Codec::kInt4Affine: {
+                const char* from = run + token * dim / 2;
+                const char* scales = run + static_cast<std::int64_t>(tokens) * dim / 2 + token * groups * 4;
+                for (int g = 0; g < groups; ++g, from += kLanes) {
+                    const __m512 scale = of_half(scales + 4 * g), least = of_half(scales + 4 * g + 2);
+                    const __m512i both = bytes(from);
+                    store_pair(
+                        row + g * kGroup,
+                        _mm512_fmadd_ps(scale, _mm512_permutexvar_ps(both, plain_codes), least),
+                        _mm512_fmadd_ps(scale, _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), plain_codes), least));
+                }
+                break;
+            }
+        }
+    }
+}
+
+// Two dims of sixteen tokens, each to its row.
+inline void store_dims(bf16* one, bf16* two, __m512 low, __m512 high) {
+    const __m512i both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(one), _mm512_castsi512_si256(both));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(two), _mm512_extracti64x4_epi64(both, 1));
+}
+
+// Values of tokens `slot … slot + 15` under a codec with scales, to columns of V^T: `[dim, …]`, rows `stride` elements
+// apart. Tokens from `count` on count as 0, whatever their memory holds.
+inline void unpack_values(Codec codec, const char* run, int tokens, int slot, int dim, int count, bf16* to, int stride) {
+    const int groups = dim / kGroup;
+    const auto mask = static_cast<__mmask16>(count >= kLanes ? 0xffff : (1u << count) - 1);
+    const bool bytewise = codec == Codec::kInt8;
+    const std::int64_t code_bytes = static_cast<std::int64_t>(tokens) * dim / (bytewise ? 1 : 2);
+    const auto* scales = reinterpret_cast<const std::uint16_t*>(run + code_bytes) + slot;
+    const auto* minima = scales + static_cast<std::int64_t>(groups) * tokens;
+    const bool affine = codec == Codec::kInt4Affine;
+    const __m512 codes = codes_from(affine ? 0 : -8);
+    for (int g = 0; g < groups; ++g) {
+        const __m512 scale = of_halves(scales + static_cast<std::int64_t>(g) * tokens, mask);
+        bf16* row = to + static_cast<std::int64_t>(g) * kGroup * stride;
+        if (bytewise) {
+            const char* from = run + static_cast<std::int64_t>(g) * kGroup * tokens + slot;
+            for (int d = 0; d < kGroup; d += 2, from += 2 * static_cast<std::int64_t>(tokens))
+                store_dims(row + d * stride, row + (d + 1) * stride, _mm512_mul_ps(scale, signed_bytes(from)),
+                           _mm512_mul_ps(scale, signed_bytes(from + tokens)));
+            continue;
+        }
+        const __m512 least =
+            affine ? of_halves(minima + static_cast<std::int64_t>(g) * tokens, mask) : _mm512_setzero_ps();
+        const char* from = run + static_cast<std::int64_t>(g) * kGroup / 2 * tokens + slot;
+        for (int d = 0; d < kGroup; d += 4) {
+            for (int j = 0; j < 2; ++j, from += tokens) {
+                const __m512i both = bytes(from);
+                const __m512 low = _mm512_permutexvar_ps(both, codes);
+                const __m512 high = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), codes);
+                store_dims(row + (d + j) * stride, row + (d + j + 2) * stride, _mm512_fmadd_ps(scale, low, least),
+                           _mm512_fmadd_ps(scale, high, least));
+            }
+        }
+    }
+}
+
+// ---- packing --------------------------------------------------------------------------------------------------------
+
+// f16, saturated.
+inline std::uint16_t half_bits(float x) {
+    x = std::min(std::max(x, -65504.0f), 65504.0f);
+    const __m256i halves = _mm512_cvtps_ph(_mm512_set1_ps(x), _MM_FROUND_TO_NEAREST_INT);
+    return static_cast<std::uint16_t>(_mm_extract_epi16(_mm256_castsi256_si128(halves), 0));
+}
+
+inline float half_value(std::uint16_t bits) {
+    return _mm512_cvtss_f32(_mm512_cvtph_ps(_mm256_set1_epi16(static_cast<short>(bits))));
+}
+
+// 32 elements as codes, with their scale and, where the codec has one, their minimum.
+struct Packed {
+    std::uint8_t codes[kGroup];
+    std::uint16_t scale, least;
+};
+
+inline void pack_group(Codec codec, const bf16* from, Packed& packed) {
+    const __m512 low = load(from), high = load(from + kLanes);
+    float scale, shift = 0;
+    int least_code, most_code, zero = 0;
+    packed.least = 0;
+    if (codec == Codec::kInt4Affine) {
+        const float least = _mm512_reduce_min_ps(_mm512_min_ps(low, high));
+        const float most = _mm512_reduce_max_ps(_mm512_max_ps(low, high));
+        packed.least = half_bits(least);
+        shift = half_value(packed.least);
+        packed.scale = half_bits((most - least) / 15);
+        least_code = 0;
+        most_code = 15;
+    } else {
+        const __m512 one = _mm512_abs_ps(low), two = _mm512_abs_ps(high);
+        const float most = _mm512_reduce_max_ps(_mm512_max_ps(one, two));
+        if (codec == Codec::kInt8) {
+            packed.scale = half_bits(most / 127);
+            least_code = -127;
+            most_code = 127;
+        } else {
+            // The first of the largest magnitude, whichever sign it has, takes the code that has no counterpart.
+            const __m512 top = _mm512_set1_ps(most);
+            const unsigned found = _mm512_cmp_ps_mask(one, top, _CMP_EQ_OQ) |
+                                   static_cast<unsigned>(_mm512_cmp_ps_mask(two, top, _CMP_EQ_OQ)) << kLanes;
+            const int at = found != 0 ? __builtin_ctz(found) : 0;
+            std::uint32_t bits = static_cast<std::uint32_t>(from[at]) << 16;
+            float value;
+            std::memcpy(&value, &bits, 4);
+            packed.scale = half_bits(value / -8);
+            least_code = -8;
+            most_code = 7;
+            zero = 8;
+        }
+    }
+    scale = half_value(packed.scale);
+    const __m512 by = _mm512_set1_ps(scale), from_shift = _mm512_set1_ps(shift);
+    const __m512i lowest = _mm512_set1_epi32(least_code), highest = _mm512_set1_epi32(most_code);
+    const __m512 parts[2] = {low, high};
+    for (int half = 0; half < 2; ++half) {
+        __m512i code = _mm512_setzero_si512();
+        if (scale != 0) {
+            // Clamped as numbers: a tiny scale may make one that no integer holds.
+            __m512 x = _mm512_div_ps(_mm512_sub_ps(parts[half], from_shift), by);
+            x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-200)), _mm512_set1_ps(200));
+            code = _mm512_min_epi32(_mm512_max_epi32(_mm512_cvtps_epi32(x), lowest), highest);
+        }
+        code = _mm512_add_epi32(code, _mm512_set1_epi32(zero));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(packed.codes + half * kLanes), _mm512_cvtepi32_epi8(code));
+    }
+}
+
+// float32 to e4m3, to nearest even, saturated at 448.
+inline std::uint8_t to_fp8(float x) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const auto sign = static_cast<std::uint8_t>(bits >> 24 & 0x80);
+    bits &= 0x7fffffff;
+    float magnitude;
+    std::memcpy(&magnitude, &bits, 4);
+    if (magnitude >= 448) return sign | 0x7e;
+    if (magnitude < 0x1p-6f)
+        // Adding and taking away what has 2^-9 as its last place rounds to it.
+        return sign | static_cast<std::uint8_t>((magnitude + 0x1p14f - 0x1p14f) * 0x1p9f);
+    const std::uint32_t rounded = bits + 0x7ffff + (bits >> 20 & 1);
+    return sign | static_cast<std::uint8_t>((rounded >> 20) - (120 << 3));
+}
+
+// One token's key or value, `slot` of a run stored in rows.
+inline void pack_row(Codec codec, char* run, int tokens, int slot, int dim, const bf16* from) {
+    const int groups = dim / kGroup;
+    const std::int64_t token = slot;
+    switch (codec) {
+        case Codec::kBfloat16:
+            std::memcpy(run + token * dim * 2, from, 2 * static_cast<std::size_t>(dim));
+            return;
+        case Codec::kFloat16:
+            for (int d = 0; d < dim; d += kLanes)
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(run + (token * dim + d) * 2),
+                                    _mm512_cvtps_ph(load(from + d), _MM_FROUND_TO_NEAREST_INT));
+            return;
+        case Codec::kFloat32:
+            for (int d = 0; d < dim; d += kLanes) _mm512_storeu_ps(run + (token * dim + d) * 4, load(from + d));
+            return;
+        case Codec::kFp8:
+            for (int d = 0; d < dim; ++d) {
+                const std::uint32_t bits = static_cast<std::uint32_t>(from[d]) << 16;
+                float x;
+                std::memcpy(&x, &bits, 4);
+                run[token * dim + d] = static_cast<char>(to_fp8(x));
+            }
+            return;
+        default:
+            break;
+    }
+    const bool bytewise = codec == Codec::kInt8, affine = codec == Codec::kInt4Affine;
+    const std::int64_t row = bytewise ? dim : dim / 2;
+    const int scale_bytes = affine ? 4 : 2;
+    char* codes = run + token * row;
+    char* scales = run + tokens * row + token * groups * scale_bytes;
+    for (int g = 0; g < groups; ++g) {
+        Packed packed;
+        pack_group(codec, from + g * kGroup, packed);
+        if (bytewise)
+            std::memcpy(codes + g * kGroup, packed.codes, kGroup);
+        else
+            for (int i = 0; i < kLanes; ++i)
+                codes[g * kLanes + i] = static_cast<char>(packed.codes[i] | packed.codes[i + kLanes] << 4);
+        std::memcpy(scales + g * scale_bytes, &packed.scale, 2);
+        if (affine) std::memcpy(scales + g * scale_bytes + 2, &packed.least, 2);
+    }
+}
+
+// One token's value under a codec with scales.
+inline void pack_value(Codec codec, char* run, int tokens, int slot, int dim, const bf16* from) {
+    const int groups = dim / kGroup;
+    const bool bytewise = codec == Codec::kInt8;
+    const std::int64_t stride = tokens;
+    char* scales = run + stride * dim / (bytewise ? 1 : 2) + 2 * slot;
+    for (int g = 0; g < groups; ++g) {
+        Packed packed;
+        pack_group(codec, from + g * kGroup, packed);
+        if (bytewise) {
+            for (int d = 0; d < kGroup; ++d)
+                run[(g * kGroup + d) * stride + slot] = static_cast<char>(packed.codes[d]);
+        } else {
+            for (int i = 0; i < kLanes; ++i) {
+                const int d = i / 2 * 4 + i % 2;
+                run[(g * kLanes + i) * stride + slot] =
+                    static_cast<char>(packed.codes[d] | packed.codes[d + 2] << 4);
+            }
+        }
+        std::memcpy(scales + g * stride * 2, &packed.scale, 2);
+        if (codec == Codec::kInt4Affine) std::memcpy(scales + (groups + g) * stride * 2, &packed.least, 2);
+    }
+}
+
+}  // namespace kvist::avx512
