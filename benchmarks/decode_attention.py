@@ -159,7 +159,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     print(f"{args.context:,} tokens, {torch.get_num_threads()} threads, medians of {args.rounds} rounds\n")
-    print("| heads of | sequences | format | ms a layer | ns a token and KV head | GB/s | of the machine's | x PyTorch |")
+    print(
+        "| heads of | sequences | format | ms a layer | ns a token and KV head | GB/s | of the machine's | x PyTorch |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     with torch.inference_mode():
         for name in args.shape:

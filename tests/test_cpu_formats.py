@@ -23,7 +23,9 @@ class Memory:
     """One group of one layer in an arena whose every unwritten byte reads as no number."""
 
     def __init__(self, key, value, *, kv_heads, repeats, dim, tokens, parts, seed):
-        self.coding = [Coding(codec, side=side, dim=dim, tokens=tokens) for codec, side in ((key, "key"), (value, "value"))]
+        self.coding = [
+            Coding(codec, side=side, dim=dim, tokens=tokens) for codec, side in ((key, "key"), (value, "value"))
+        ]
         self.kv_heads, self.repeats, self.dim, self.tokens, self.parts = kv_heads, repeats, dim, tokens, parts
         self.layer_bytes = kv_heads * sum(coding.run_bytes for coding in self.coding)
         self.generator = torch.Generator().manual_seed(seed)
@@ -54,7 +56,9 @@ class Memory:
                 own[:, :count] = x[side][:, number * self.tokens : number * self.tokens + count]
                 packed = coding.pack(own)
                 for piece in coding.pieces:
-                    nothing = float("nan") if piece.dtype.is_floating_point else -1 if piece.dtype == torch.int8 else 255
+                    nothing = (
+                        float("nan") if piece.dtype.is_floating_point else -1 if piece.dtype == torch.int8 else 255
+                    )
                     piece.rows(packed, self.tokens)[:, count:].fill_(nothing)
                 self.runs(int(table[number]), side).copy_(packed)
         return x
