@@ -2,13 +2,13 @@
 
     python benchmarks/decode_attention.py [--context 8192] [--rounds 7]
 
-One token a sequence, the head shapes of SmolLM2-135M and Llama-3-8B, 1 and 16 sequences. kvist reads blocks of 16 tokens
-that lie in random order in one arena, and stores the step's keys and values too; PyTorch's
-``scaled_dot_product_attention`` gets keys and values ``[sequences, kv heads, tokens, dim]`` that lie one after another,
-with ``enable_gqa`` or with the queries of a KV head as its rows, whichever is faster. There are as many layers as it
-takes to read more than any cache holds, so that every call reads from memory. All take turns.
+One token a sequence, the head shapes of SmolLM2-135M and Llama-3-8B, 1 and 16 sequences. kvist reads blocks of 16
+tokens that lie in random order in one arena, and stores the step's keys and values too; PyTorch's
+``scaled_dot_product_attention`` gets keys and values ``[sequences, kv heads, tokens, dim]`` that lie one after
+another, with ``enable_gqa`` or with the queries of a KV head as its rows, whichever is faster. There are as many layers
+as it takes to read more than any cache holds, so that every call reads from memory. All take turns.
 
-*GB/s* are stored bytes of keys and values over time; *of the machine's* is its share of what a plain read of as many
+*GB/s* are stored bytes of keys and values over time; *of a read* is its share of what a plain read of as many
 bytes reaches in the same round.
 """
 

@@ -1,11 +1,11 @@
-"""The C++ kernels on stored formats: bytes as store/codecs.py packs them, attention as float64 sees what they unpack to."""
+"""The C++ kernels on stored formats: the bytes of store/codecs.py, and attention in float64 over what they stand for."""
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cpu_kernels import kernels, kinds  # noqa: F401  (kernels is a fixture)
+from test_cpu_kernels import kinds
 
 from kvist.kernels import cpu as cpu_module
 from kvist.kernels.cpu import CODECS
@@ -19,13 +19,19 @@ PAIRS = [
 ]  # fmt: skip
 
 
+@pytest.fixture(params=["avx512", "amx"])
+def kernels(request):
+    if request.param not in kinds():
+        pytest.skip(f"no {request.param} kernels on this machine")
+    return cpu_module._chosen(request.param)
+
+
 class Memory:
     """One group of one layer in an arena whose every unwritten byte reads as no number."""
 
     def __init__(self, key, value, *, kv_heads, repeats, dim, tokens, parts, seed):
-        self.coding = [
-            Coding(codec, side=side, dim=dim, tokens=tokens) for codec, side in ((key, "key"), (value, "value"))
-        ]
+        sides = (("key", key), ("value", value))
+        self.coding = [Coding(codec, side=side, dim=dim, tokens=tokens) for side, codec in sides]
         self.kv_heads, self.repeats, self.dim, self.tokens, self.parts = kv_heads, repeats, dim, tokens, parts
         self.layer_bytes = kv_heads * sum(coding.run_bytes for coding in self.coding)
         self.generator = torch.Generator().manual_seed(seed)
@@ -56,10 +62,8 @@ class Memory:
                 own[:, :count] = x[side][:, number * self.tokens : number * self.tokens + count]
                 packed = coding.pack(own)
                 for piece in coding.pieces:
-                    nothing = (
-                        float("nan") if piece.dtype.is_floating_point else -1 if piece.dtype == torch.int8 else 255
-                    )
-                    piece.rows(packed, self.tokens)[:, count:].fill_(nothing)
+                    empty = piece.rows(packed, self.tokens)[:, count:]
+                    empty.fill_(float("nan") if empty.is_floating_point() else -1 if empty.dtype == torch.int8 else 255)
                 self.runs(int(table[number]), side).copy_(packed)
         return x
 
@@ -140,15 +144,15 @@ def test_any_step_on_any_format(pair, parts, heads, dim, tokens, window, softcap
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_long_contexts(kernels, pair):  # noqa: F811
+def test_long_contexts(kernels, pair):
     shape = {"kv_heads": 3, "repeats": 3, "dim": 64, "tokens": 16}
     Memory(*pair, **shape, parts=[(8191, 1)], seed=1).check(kernels)
     Memory(*pair, **shape, parts=[(990, 20), (513, 1)], seed=2).check(kernels, window=700)
 
 
 @pytest.mark.parametrize("pair", [("int8", "int4"), ("int4a", "int8")], ids="-".join)
-def test_threads_change_nothing(kernels, pair):  # noqa: F811
-    """Where keys are cut differs with the threads, so that sums do in their last places; with one cut they are equal."""
+def test_threads_change_nothing(kernels, pair):
+    """Long keys are cut for the threads, and sums then differ in their last places; short ones are not."""
     found = []
     threads = torch.get_num_threads()
     try:
@@ -163,7 +167,7 @@ def test_threads_change_nothing(kernels, pair):  # noqa: F811
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "int4a", "fp8"])
 @pytest.mark.parametrize("side", ["key", "value"])
-def test_numbers_at_the_edges_are_packed_as_the_oracle_does(kernels, codec, side):  # noqa: F811
+def test_numbers_at_the_edges_are_packed_as_the_oracle_does(kernels, codec, side):
     """Zeros, one large number, subnormal scales, and what no f16 or e4m3 holds."""
     other = {"key": "bf16", "value": "bf16"}
     memory = Memory(**other | {side: codec}, kv_heads=1, repeats=1, dim=64, tokens=16, parts=[(0, 16)], seed=4)
