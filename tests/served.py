@@ -83,10 +83,13 @@ def build(case: Case, directory: Path) -> Served:
     return open_saved(directory, oracle)
 
 
-def open_saved(directory: Path, oracle: Any, *, dtype: str = "f32", memory: int = 2**26) -> Served:
-    """Open what :func:`build` saved, in another type if wanted."""
+def open_saved(
+    directory: Path, oracle: Any, *, dtype: str = "f32", memory: int = 2**26, fmt: CacheFormat | None = None
+) -> Served:
+    """Open what :func:`build` saved, in another type or stored in another format if wanted."""
     spec = ModelSpec.read(directory)
-    groups = groups_of(spec.computed_in(dtype), CacheFormat(key=dtype, value=dtype))
+    fmt = CacheFormat(key=dtype, value=dtype) if fmt is None else fmt.computed_in(dtype)
+    groups = groups_of(spec.computed_in(dtype), fmt)
     layout = ArenaLayout.of(groups, memory)
     return Served(directory, oracle, Runner(spec, groups, layout, dtype=dtype), groups, layout)
 
