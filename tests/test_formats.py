@@ -4,6 +4,7 @@ import argparse
 import json
 import random
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -264,8 +265,11 @@ def test_what_a_model_cannot_be_stored_in(fmt: CacheFormat, says: str) -> None:
 # -- as commands write them ---------------------------------------------------------------------------------------
 
 
+PARSER = cache(build_parser)
+
+
 def options(words: list[str]) -> argparse.Namespace:
-    return build_parser().parse_args(["plan", "smollm2-135m", *words])
+    return PARSER().parse_args(["plan", "smollm2-135m", *words])
 
 
 @given(PLAIN, st.integers(0, 9), st.sampled_from(KEEP_CODECS), st.dictionaries(st.integers(0, 29), PLAIN, max_size=3))
@@ -314,6 +318,27 @@ def test_the_engines_flags_ask_for_the_planned_format() -> None:
     flags = account.to_dict()["flags"]
     assert flags[flags.index("--key") : flags.index("--max-context")] == list(options_of(fmt))
     assert [group.name for group in account.groups] == ["full-bf16", "full", "full-bf16-int8"]
+
+
+def test_what_other_engines_cannot_store_is_said() -> None:
+    fmt = CacheFormat(key="fp8", value="fp8", keep_layers=2)
+    plan = kvist.plan("llama-3-8b", format=fmt, cache_memory="8GiB", engine="vllm")
+    assert plan.engine is not None
+    note = "vllm stores all layers as fp8/fp8; what is said outside its account is in fp8/fp8, 2 + 2 layers bf16"
+    assert note in plan.engine.notes
+    alike = kvist.plan("llama-3-8b", format=replace(fmt, keep_layers=0), cache_memory="8GiB", engine="vllm")
+    assert alike.engine is not None
+    assert alike.engine.num_blocks == plan.engine.num_blocks
+    assert note not in alike.engine.notes
+
+
+def test_llama_cpp_has_a_type_for_each_codec_with_groups() -> None:
+    for codec, name in (("int8", "q8_0"), ("int4", "q4_0"), ("int4a", "q4_1")):
+        fmt = CacheFormat(key=codec, value=codec)
+        plan = kvist.plan("llama-3-8b", format=fmt, cache_memory="8GiB", context=8192, engine="llama.cpp")
+        assert plan.engine is not None
+        assert plan.engine.settings["type_k"] == plan.engine.settings["type_v"] == name
+        assert plan.engine.sequence_bytes == plan.spec.sequence_bytes(8192, fmt)
 
 
 def test_models_that_cannot_be_stored_so_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,10 @@ _STORAGE = {
     "llama.cpp": ("type_k", "type_v"),
     "transformers": ("dtype",),
 }
-_WORDS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "fp8_e4m3": "fp8", "q8_0": "int8", "q4_0": "int4"}
+_WORDS = {
+    "bfloat16": "bf16", "float16": "f16", "float32": "f32", "fp8_e4m3": "fp8", "q8_0": "int8", "q4_0": "int4",
+    "q4_1": "int4a",
+}  # fmt: skip
 
 
 def account_of(plan: Plan, fit: Fit, engine: str, settings: Mapping[str, Any] | None) -> EngineAccount:
@@ -86,7 +89,10 @@ def _storage_notes(plan: Plan, engine: str, said: Mapping[str, str]) -> tuple[st
     if "kv_cache_dtype" in told:
         told.pop("dtype", None)
     if {_WORDS.get(value, value) for value in told.values()} <= {plan.format.key, plan.format.value}:
-        return ()
+        fmt = plan.format
+        if fmt.uniform and not fmt.rotates and fmt.state is None:
+            return ()
+        return (f"{engine} stores all layers as {fmt.key}/{fmt.value}; what is said outside its account is in {fmt}",)
     words = " and ".join(f"{key}={value}" for key, value in told.items())
     return (
         f"{engine} stores keys and values by {words}; what is said of them outside its account is in {plan.format}",

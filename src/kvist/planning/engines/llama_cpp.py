@@ -22,7 +22,7 @@ _MAX_STREAMS = 256
 
 
 # kvist's codecs of the same size.
-_ROW_TYPE_OF = {"f32": "f32", "f16": "f16", "bf16": "f16", "int8": "q8_0", "int4": "q4_0"}
+_ROW_TYPE_OF = {"f32": "f32", "f16": "f16", "bf16": "f16", "int8": "q8_0", "int4": "q4_0", "int4a": "q4_1"}
 
 SETTINGS = {
     "n_ctx": Setting(read=whole(1, 2**31), help="tokens of all sequences; --ctx-size"),
