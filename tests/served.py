@@ -73,7 +73,7 @@ def build(case: Case, directory: Path) -> Served:
     torch.manual_seed(5)
     oracle = network(config).eval()
     with torch.no_grad():
-        for name, tensor in oracle.named_parameters():
+        for name, tensor in (*oracle.named_parameters(), *_corrections(oracle)):
             # Norms and biases that differ from the defaults.
             if tensor.dim() == 1:
                 tensor.add_(torch.randn_like(tensor) * 0.2)
@@ -81,6 +81,11 @@ def build(case: Case, directory: Path) -> Served:
                 tensor.normal_(0, case.spread)
     oracle.save_pretrained(directory, max_shard_size="300KB")
     return open_saved(directory, oracle)
+
+
+def _corrections(oracle: Any) -> list[tuple[str, torch.Tensor]]:
+    """What balances experts, which is no parameter."""
+    return [(name, tensor) for name, tensor in oracle.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
 def open_saved(

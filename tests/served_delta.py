@@ -17,6 +17,10 @@ CASES = {
     # The second layer has no experts.
     "qwen3_next": Case(model="Qwen3NextForCausalLM", config=_HEADS | _EXPERTS | {"mlp_only_layers": [1]}),
     "qwen3.5-moe": Case(
-        model="Qwen3_5MoeForCausalLM", config=_HEADS | _EXPERTS | {"num_hidden_layers": 2, "layer_types": _HALF}
+        model="Qwen3_5MoeForCausalLM",
+        config={
+            **_HEADS, **_EXPERTS, "num_hidden_layers": 2, "layer_types": _HALF,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
     ),
-}
+}  # fmt: skip

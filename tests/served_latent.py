@@ -39,10 +39,15 @@ CASES = {
         config={**WIDTHS, **EXPERTS, "q_lora_rank": 48, "rope_parameters": YARN},
         spread=0.06,
     ),
-    # V2-Lite: queries of the stream itself, the best experts of all; and another share of YaRN's length.
+    # V2-Lite: queries of the stream itself, without biases, the best of all experts; another share of YaRN's length.
     "deepseek-v2-lite": Case(
         model="DeepseekV2ForCausalLM",
-        config={**WIDTHS, **EXPERTS, "rope_parameters": YARN | {"mscale": 0.5, "mscale_all_dim": 0.707}},
+        config={
+            **WIDTHS,
+            **EXPERTS,
+            "rope_parameters": YARN | {"mscale": 0.5, "mscale_all_dim": 0.707},
+            "attention_bias": True,
+        },
         nulls=("q_lora_rank",),
         spread=0.06,
     ),

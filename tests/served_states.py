@@ -30,7 +30,8 @@ _GRANITE = _HEADS | _STATES | {
 }  # fmt: skip
 
 CASES = {
-    "mamba": Case(model="MambaForCausalLM", config=_MAMBA),
+    # No width is whole panels of the kernels.
+    "mamba": Case(model="MambaForCausalLM", config=_MAMBA | {"hidden_size": 72}),
     "falcon-mamba": Case(model="FalconMambaForCausalLM", config=_MAMBA | {"num_hidden_layers": 2}),
     "mamba-2": Case(model="Mamba2ForCausalLM", config=_MAMBA2),
     # Steps are cut; products and convolution have biases or none.

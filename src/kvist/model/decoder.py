@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvist.cache.groups import Group
+from kvist.errors import UnsupportedModel
 from kvist.kernels.cpu import Cpu, kernels_of
 from kvist.model.families import network_of
 from kvist.model.feed_forward import feed_forward_of
@@ -19,6 +20,8 @@ from kvist.model.norms import AnyNorm, FusedResidual, LayerNorm, Residual, RMSNo
 from kvist.model.rotary import Rotary
 from kvist.model.weights import Checkpoint
 from kvist.spec.model import ModelSpec
+
+_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +77,22 @@ class Decoder:
         ]
         self.norm = _norm(checkpoint, network.norm, hidden)
         head = self.embedding if network.tied else checkpoint.tensor(network.head, (self.vocab, hidden))
+        if network.tied and checkpoint.has(_HEAD):
+            self._check_tied(checkpoint)
         self.head = Logits(head, checkpoint.codes([network.head]), tied=network.tied)
-        checkpoint.finish(ignored=["lm_head.weight"] if network.tied else [])
+        checkpoint.finish()
+
+    def _check_tied(self, checkpoint: Checkpoint) -> None:
+        """Hold a head that is stored beside the embeddings, of which it is said to be a copy, against them.
+
+        Raises:
+            UnsupportedModel: they differ.
+        """
+        if not torch.equal(checkpoint.tensor(_HEAD, self.embedding.shape), self.embedding):
+            raise UnsupportedModel(
+                f"tie_word_embeddings: true, but {_HEAD} is no copy of the embeddings; say false to compute with it",
+                key="tie_word_embeddings",
+            )
 
     def logits(self, step: Step) -> Tensor:
         """Run the network; stores what it remembers of the step's tokens.

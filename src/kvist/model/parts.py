@@ -17,20 +17,21 @@ def fused(queries: int, keys: int, inner: int) -> Callable[[str], Part]:
         keys: rows of all KV heads.
         inner: rows of the gate.
     """
+    # The last takes all that is left, so that rows too many are found.
     rows = {
-        "self_attn.q_proj": ("self_attn.qkv_proj", 0, queries),
-        "self_attn.k_proj": ("self_attn.qkv_proj", queries, keys),
-        "self_attn.v_proj": ("self_attn.qkv_proj", queries + keys, keys),
-        "mlp.gate_proj": ("mlp.gate_up_proj", 0, inner),
-        "mlp.up_proj": ("mlp.gate_up_proj", inner, inner),
+        "self_attn.q_proj": ("self_attn.qkv_proj", slice(queries)),
+        "self_attn.k_proj": ("self_attn.qkv_proj", slice(queries, queries + keys)),
+        "self_attn.v_proj": ("self_attn.qkv_proj", slice(queries + keys, None)),
+        "mlp.gate_proj": ("mlp.gate_up_proj", slice(inner)),
+        "mlp.up_proj": ("mlp.gate_up_proj", slice(inner, None)),
     }
 
     def part(name: str) -> Part:
         found = re.fullmatch(r"(model\.layers\.[0-9]+)\.(.+)\.weight", name)
         if found is None or found[2] not in rows:
             return whole(name)
-        stored, first, count = rows[found[2]]
-        return Part(name=f"{found[1]}.{stored}.weight", take=lambda matrix: matrix[first : first + count])
+        stored, taken = rows[found[2]]
+        return Part(name=f"{found[1]}.{stored}.weight", take=lambda matrix: matrix[taken])
 
     return part
 

@@ -13,6 +13,8 @@ from kvist.model.network import Rope
 from kvist.model.norms import RMSNorm
 from kvist.model.weights import Checkpoint
 
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
 
 class Rotary:
     """Angles of one base and scaling.
@@ -123,6 +125,10 @@ class FusedRotation:
 
 def _scaled(frequencies: Tensor, scaling: Mapping[str, Any], factors: Tensor | None) -> Tensor:
     kind = scaling.get("rope_type", scaling.get("type"))
+    needed = {"linear": ("factor",), "llama3": _LLAMA3}.get(str(kind), ())
+    for key in needed:
+        if scaling.get(key) is None:
+            raise UnsupportedModel(f"rope_scaling: {kind} needs {key}; add it", key=f"rope_scaling.{key}")
     match kind:
         case "default":
             return frequencies
@@ -141,10 +147,7 @@ def _scaled(frequencies: Tensor, scaling: Mapping[str, Any], factors: Tensor | N
 
 def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Llama 3.1: slow long wavelengths down, keep short ones, blend between (``_compute_llama3_parameters``)."""
-    factor, low, high, original = (
-        float(scaling[key])
-        for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    )
+    factor, low, high, original = (float(scaling[key]) for key in _LLAMA3)
     wavelengths = 2 * math.pi / frequencies
     smooth = (original / wavelengths - low) / (high - low)
     blended = (1 - smooth) / factor * frequencies + smooth * frequencies

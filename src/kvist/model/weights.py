@@ -194,6 +194,7 @@ class SafetensorsTensors:
             raise BadFile(f"{directory}: no tensor is called {last}", key=last)
         # A model with a vision tower keeps its decoder under a longer prefix.
         self.prefix = embedding.removesuffix(last)
+        self.stacks: set[str] = set()
         self.files: dict[str, Any] = {}
         for path in sorted(directory.glob("*.safetensors")):
             if path.name.startswith("consolidated"):
@@ -227,8 +228,13 @@ class SafetensorsTensors:
             return header.shape
 
     def source(self, name: str) -> str:
-        """See :class:`Tensors`."""
-        return self.stored(self.parts(name).name)
+        """See :class:`Tensors`; of a stack of several, such as all experts of a layer, one counts by itself."""
+        part = self.parts(name)
+        stored = self.stored(part.name)
+        if part.index is None:
+            return stored
+        self.stacks.add(stored)
+        return f"{stored}[{part.index}]"
 
     def read(self, name: str, into: Tensor) -> None:
         """See :class:`Tensors`."""
@@ -253,4 +259,7 @@ class SafetensorsTensors:
         for stored in self.headers:
             ignored = stored.endswith(self.ignored) or stored.startswith(drafts)
             if stored.startswith(self.prefix) and not ignored:
-                yield stored
+                if stored in self.stacks:
+                    yield from (f"{stored}[{index}]" for index in range(self.headers[stored].shape[0]))
+                else:
+                    yield stored

@@ -256,14 +256,24 @@ class ConfigKeys:
             raise self.wrong("rope_parameters", "an object")
         wide = dict(parameters or {})
         local: dict[str, Any] = {}
-        if "full_attention" in wide or "sliding_attention" in wide:
+        nested = "full_attention" in wide or "sliding_attention" in wide
+        if nested:
             local, wide = wide.get("sliding_attention") or {}, wide.get("full_attention") or {}
         if not isinstance(wide, dict) or not isinstance(local, dict):
             raise self.wrong("rope_parameters", "an object of objects")
-        self.fill("rope_theta", wide.get("rope_theta"))
+        if not self.get("rope_scaling"):
+            wide = self._settle_theta("rope_theta", wide)
+        local = self._settle_theta("rope_local_base_freq", local)
+        if nested:
+            kinds = {"full_attention": wide, "sliding_attention": local}
+            self.config["rope_parameters"] = {
+                **(parameters or {}),
+                **{kind: said for kind, said in kinds.items() if said},
+            }
+        elif parameters is not None:
+            self.config["rope_parameters"] = wide
         self.number("rope_theta", default=theta, source=source)
         if local_theta is not None:
-            self.fill("rope_local_base_freq", local.get("rope_theta"))
             self.number("rope_local_base_freq", default=local_theta, source=source)
         scaling = self.get("rope_scaling")
         if scaling is None and wide.get("rope_type", "default") != "default":
@@ -275,6 +285,19 @@ class ConfigKeys:
         self.config["rope_scaling"] = scaling
         if scaling is not None:
             self._check_scaling(scaling)
+
+    def _settle_theta(self, key: str, inner: dict[str, Any]) -> dict[str, Any]:
+        """Let the base inside ``rope_parameters`` count above ``key`` beside it, as in transformers.
+
+        Returns:
+            ``inner``, with what was overridden in its place.
+        """
+        if inner.get("rope_theta") is None:
+            return inner
+        if key in self.overrides:
+            return {**inner, "rope_theta": self.config[key]}
+        self.config[key] = inner["rope_theta"]
+        return inner
 
     def _check_scaling(self, scaling: Mapping[str, Any]) -> None:
         """Check what the rotary frequencies are computed from."""

@@ -92,7 +92,8 @@ def read_deepseek(family: Family, keys: Keys) -> Network:
                 query_rank=keys.get("q_lora_rank"),
                 rope=0,
                 scale=scale,
-                interleaved=bool(keys.get("rope_interleave", True)),
+                # A null is printed, and so is no default.
+                interleaved=bool(keys.config.get("rope_interleave", True)),
                 bias=bool(keys.get("attention_bias")),
             ),
             mlp=product(index),

@@ -35,11 +35,13 @@ class Dense:
         fused: queries, keys and values are stored as one matrix, and so are gate and other factor.
         interleaved: a head's pairs that are turned together lie side by side, not half a head apart.
         turned: layers with rotary positions: all, those that ``no_rope_layers`` has a 1 for, or those with a window.
+        partial: ``partial_rotary_factor`` may leave a part of each head unturned.
         local_rope: layers with a window have the base ``rope_local_base_freq``, and no scaling.
         experts: what a layer has in place of the product, or None where it has the product.
         parallel: the product sees what the mixer sees, instead of what it has added.
         sinks: attention has them.
         gemma: norms are stored as offsets from one, embeddings are scaled, ``query_pre_attn_scalar`` scales scores.
+        caps: keys of soft caps that the class computes with.
         granite: there are factors of embeddings, scores and all that layers add, and a divisor of logits.
     """
 
@@ -55,14 +57,17 @@ class Dense:
     fused: bool = False
     interleaved: bool = False
     turned: Literal["all", "listed", "windows"] = "all"
+    partial: bool = False
     local_rope: bool = False
     parallel: bool = False
     sinks: bool = False
     gemma: bool = False
+    caps: tuple[str, ...] = ()
     experts: Callable[[Keys, int], Experts | Mlp | None] = lambda keys, index: None
     granite: bool = False
 
 
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _SANDWICH = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
 )  # fmt: skip
@@ -78,6 +83,9 @@ def read_dense(family: Dense, keys: Keys) -> Network:
     keys = keys.completed(family.defaults)
     if family.head_norm is None:
         keys.refuse("use_qk_norm", False, "a norm of heads is another family's")
+    for cap in _CAPS:
+        if cap not in family.caps:
+            keys.refuse(cap, None, "its class has no such cap")
     kind, eps_key = family.norm
     hidden, dim, eps = keys.need("hidden_size"), keys.need("head_dim"), keys.need(eps_key)
     vocab, inner = keys.need("vocab_size"), keys.need("intermediate_size")
@@ -91,9 +99,9 @@ def read_dense(family: Dense, keys: Keys) -> Network:
         parts = fused(heads * dim, kv_heads * dim, inner)
     elif family.interleaved:
         parts = partial(straight, {"q": heads, "k": kv_heads})
-    ropes = [keys.rope(dim)]
+    ropes = [keys.rope(dim, by_kind=family.local_rope, partial=family.partial)]
     if family.local_rope:
-        ropes.append(keys.rope(dim, theta=keys.need("rope_local_base_freq"), scaled=False))
+        ropes.append(keys.rope(dim, theta=keys.need("rope_local_base_freq"), scaled=False, by_kind=True))
     layers = keys.need("num_hidden_layers")
     turned = _turned(family, keys, kinds, layers)
     scale, residual_scale = float(dim) ** -0.5, None
@@ -169,6 +177,7 @@ def _turned(family: Dense, keys: Keys, kinds: Sequence[str], layers: int) -> Seq
 
 def _gemma1(keys: Keys) -> Network:
     """Gemma 1: what its first files call gelu is the approximation by tanh, which the class takes too."""
+    keys.refuse("query_pre_attn_scalar", keys.get("head_dim"), "scores are scaled by the width of a head")
     if keys.get("hidden_act") == "gelu":
         keys = Keys(keys.spec, {**keys.config, "hidden_act": "gelu_pytorch_tanh"})
     return read_dense(Dense(defaults=_GEMMA, gemma=True), keys)
@@ -195,7 +204,7 @@ _OLMO2 = Dense(
     head_norm="all",
     norms=_AFTER,
 )
-_GEMMA3 = Dense(head_norm="each", norms=_SANDWICH, gemma=True, local_rope=True)
+_GEMMA3 = Dense(head_norm="each", norms=_SANDWICH, gemma=True, local_rope=True, caps=_CAPS[1:])
 
 FAMILIES = {
     name: partial(read_dense, family)
@@ -205,10 +214,12 @@ FAMILIES = {
         # Biases on the way in only.
         "qwen2": Dense(biases=("attention_bias", None, "mlp_bias")),
         "qwen3": Dense(head_norm="each"),
-        "gemma2": Dense(defaults=_GEMMA | _GEMMA2, norms=_SANDWICH, gemma=True, activation="hidden_activation"),
+        "gemma2": Dense(
+            defaults=_GEMMA | _GEMMA2, norms=_SANDWICH, gemma=True, activation="hidden_activation", caps=_CAPS
+        ),
         "gemma3": _GEMMA3,
         "gemma3_text": _GEMMA3,
-        "phi3": Dense(defaults=_SILU | {"rms_norm_eps": 1e-5}, biases=(None, None, None), fused=True),
+        "phi3": Dense(defaults=_SILU | {"rms_norm_eps": 1e-5}, biases=(None, None, None), fused=True, partial=True),
         "olmo2": _OLMO2,
         "olmo3": replace(
             _OLMO2,

@@ -188,7 +188,7 @@ def _bamba(keys: Keys) -> Network:
         vocab=keys.need("vocab_size"),
         hidden=keys.need("hidden_size"),
         blocks=tuple(block(index) for index in range(keys.need("num_hidden_layers"))),
-        ropes=(keys.rope(dim),),
+        ropes=(keys.rope(dim, partial=True),),
         norm=Norm(name="model.final_layernorm", eps=eps),
         embedding=_EMBEDDING,
         head=_EMBEDDING if keys.need("tie_word_embeddings") else "lm_head.weight",

@@ -46,9 +46,9 @@ class Keys:
                 f"layers with a window turn their positions unscaled",
                 key="rope_parameters",
             )
-        rotary = rotary.get("full_attention") or rotary
-        if config.get("partial_rotary_factor") is None:
-            config["partial_rotary_factor"] = rotary.get("partial_rotary_factor")
+        inner = (rotary.get("full_attention") or rotary).get("partial_rotary_factor")
+        if inner is not None:
+            config["partial_rotary_factor"] = inner
         original = config.get("original_max_position_embeddings")
         if config["rope_scaling"] is not None and original is not None:
             # Beside the scaling in files of Phi-3, where it counts above what stands inside.
@@ -100,11 +100,45 @@ class Keys:
             raise UnsupportedModel(f"{key}: {name!r} is not computed; supported are {', '.join(ACTIVATIONS)}", key=key)
         return name
 
-    def rope(self, width: int, *, theta: float | None = None, scaled: bool = True) -> Rope:
-        """The rotary positions of heads of ``width``, of which ``partial_rotary_factor`` is turned."""
+    def rope(
+        self,
+        width: int,
+        *,
+        theta: float | None = None,
+        scaled: bool = True,
+        by_kind: bool = False,
+        partial: bool = False,
+    ) -> Rope:
+        """The rotary positions of heads of ``width``.
+
+        Args:
+            width: of a head.
+            theta: in place of ``rope_theta``.
+            scaled: whether ``rope_scaling`` scales them.
+            by_kind: whether layers with and without a window may have positions of their own.
+            partial: whether ``partial_rotary_factor`` says how much of a head is turned; a GGUF file always says.
+
+        Raises:
+            UnsupportedModel: the family's class computes otherwise than the configuration says.
+        """
+        if not by_kind:
+            parameters = self.config.get("rope_parameters") or {}
+            for kind in ("full_attention", "sliding_attention"):
+                if kind not in parameters:
+                    continue
+                raise UnsupportedModel(
+                    f"rope_parameters.{kind}: positions of its own are not computed for this kind of layer; "
+                    f"all layers of the family turn alike",
+                    key=f"rope_parameters.{kind}",
+                )
+        turned = self.config.get("rotary_elements")
+        if turned is None:
+            if not partial:
+                self.refuse("partial_rotary_factor", 1.0, "heads of the family are turned whole")
+            turned = int(width * self.get("partial_rotary_factor", 1))
         scaling = self.config.get("rope_scaling") if scaled else None
         return Rope(
-            dim=int(width * self.get("partial_rotary_factor", 1)),
+            dim=turned,
             width=width,
             theta=self.need("rope_theta") if theta is None else theta,
             scaling=scaling,

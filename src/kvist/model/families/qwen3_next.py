@@ -82,7 +82,7 @@ def _read(keys: Keys, *, joined: bool, experts: bool) -> Network:
         vocab=keys.need("vocab_size"),
         hidden=hidden,
         blocks=tuple(block(index) for index in range(len(keys.spec.layers))),
-        ropes=(keys.rope(dim),),
+        ropes=(keys.rope(dim, partial=True),),
         norm=Norm(name="model.norm", eps=eps),
         head=_EMBEDDING if keys.need("tie_word_embeddings") else "lm_head.weight",
         norm_offset=1.0,

@@ -82,10 +82,11 @@ class LatentMixer:
         def stacked(kind: str, tail: tuple[int, ...]) -> Tensor:
             first = "q_proj" if net.query_rank is None else "q_a_proj"
             height = heads * key if net.query_rank is None else net.query_rank
-            rows = checkpoint.rows(
-                [f"{prefix}.{first}.{kind}", f"{prefix}.kv_a_proj_with_mqa.{kind}"],
-                [(height, *tail), (net.rank + net.rope_dim, *tail)],
-            )
+            rows = torch.zeros(height + net.rank + net.rope_dim, *tail, dtype=checkpoint.dtype)
+            # Queries that are made of the stream itself have no bias.
+            if kind == "weight" or net.query_rank is not None:
+                checkpoint.read(f"{prefix}.{first}.{kind}", (height, *tail), rows[:height])
+            checkpoint.read(f"{prefix}.kv_a_proj_with_mqa.{kind}", (len(rows) - height, *tail), rows[height:])
             if net.query_rank is None:
                 rows[:height] = queries(rows[:height]).view(height, *tail)
             rows[height + net.rank :] = rows[height + net.rank :][order]

@@ -126,7 +126,7 @@ class MambaMixer:
                     for name, width in zip(names, widths, strict=True)
                 ]
             self.norms = [RMSNorm(multiplier, eps) for multiplier in multipliers]
-        self.output = _linear(checkpoint, f"{net.prefix}.out_proj", net.hidden, net.channels, net.bias)
+        self.output = _linear(checkpoint, f"{net.prefix}.out_proj", net.hidden, net.channels, net.bias, panel=1)
 
     def __call__(self, x: Tensor, step: Pass, rows: Tensor | None) -> Tensor:
         """Mix ``[tokens, hidden]``; stores the sequences' states. With ``rows`` only those are returned."""
@@ -182,7 +182,7 @@ class Mamba2Mixer:
         self.multiplier: Tensor | None = None
         if net.norm is not None:
             self.multiplier = checkpoint.vector(f"{net.prefix}.norm.weight", self.width)
-        self.output = _linear(checkpoint, f"{net.prefix}.out_proj", net.hidden, self.width, net.out_bias)
+        self.output = _linear(checkpoint, f"{net.prefix}.out_proj", net.hidden, self.width, net.out_bias, panel=1)
 
     def __call__(self, x: Tensor, step: Pass, rows: Tensor | None) -> Tensor:
         """Mix ``[tokens, hidden]``; stores the sequences' states. With ``rows`` only those are returned."""
@@ -287,9 +287,9 @@ def in_pieces(compute: Callable[..., Tensor], dtype: torch.dtype, *parts: Tensor
     return out
 
 
-def _linear(checkpoint: Checkpoint, name: str, outputs: int, inputs: int, bias: bool) -> Linear:
+def _linear(checkpoint: Checkpoint, name: str, outputs: int, inputs: int, bias: bool, *, panel: int = _PANEL) -> Linear:
     """A product; behind its outputs there may be zeros, to whole panels of the kernels."""
-    whole = -(-outputs // _PANEL) * _PANEL
+    whole = -(-outputs // panel) * panel
 
     def padded(kind: str, *tail: int) -> Tensor:
         read = torch.zeros(whole, *tail, dtype=checkpoint.dtype)

@@ -65,7 +65,7 @@ def network(m: Metadata, *, family: str) -> dict[str, Any]:
         width = one_width(m)
         rotated = m.count("rope.dimension_count", default=width)
         if rotated != width:
-            config["partial_rotary_factor"] = rotated / width
+            config["rotary_elements"] = rotated
     return config
 
 
