@@ -8,6 +8,8 @@ from hypothesis import settings
 
 # The tests' own models come from package wheels; a hub must never be asked.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# The GPU's kernels run in Triton's interpreter unless the caller says otherwise; read when Triton is first imported.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("default", deadline=None)
 settings.load_profile("default")

@@ -69,7 +69,7 @@ class LatentHeads:
         Returns:
             ``[tokens, heads, 1, rank + rope]``.
         """
-        queries = torch.empty(self.heads, len(nope), self.rank + self.rope, dtype=nope.dtype)
+        queries = torch.empty(self.heads, len(nope), self.rank + self.rope, dtype=nope.dtype, device=nope.device)
         queries[..., : self.rank] = torch.bmm(nope.transpose(0, 1), self.to_keys)
         queries[..., self.rank :] = rope.transpose(0, 1)
         return queries.transpose(0, 1)[:, :, None]
