@@ -7,10 +7,11 @@ import torch
 
 from kvist.cache.arena import ArenaLayout
 from kvist.cache.groups import Group
-from kvist.kernels.reference import attend, read_latent, read_sequence, read_vector
+from kvist.kernels.reference import attend_paged, read_latent, read_vector
 from kvist.kernels.spans import Span
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Attention, Latent
+from kvist.store.codecs import PLAIN
 from kvist.store.layouts import PagedKV, PagedLatents, PagedVectors, Scratch
 
 
@@ -47,11 +48,11 @@ def latent_group_of(*, rank=24, rope=8, layers=2, block_tokens=4, codec="f32") -
 
 
 def poisoned_arena(layout: ArenaLayout, group: Group) -> torch.Tensor:
-    """What no token has written holds large numbers, or, where the codecs differ, bytes that read as NaN."""
+    """What no token has written holds large numbers, or, where the codecs differ or have scales, what reads as NaN."""
     arena = torch.empty(layout.total_bytes, dtype=torch.uint8)
-    if group.format.key != group.format.value:
+    if group.format.key != group.format.value or group.format.key not in PLAIN:
         return arena.fill_(255)
-    arena.view({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[group.format.key]).fill_(1e4)
+    arena.view(PLAIN[group.format.key]).fill_(1e4)
     return arena
 
 
@@ -74,20 +75,10 @@ class Scene:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The oracle's answer to ``[tokens, repeats, kv_heads, dim]``, read from the arena."""
-        layer = self.group.attention
-        rows, row = [], 0
-        for span in self.spans:
-            keys, values = read_sequence(
-                self.arena, self.group, self.layout, 0, layer=slot, table=span.table, length=span.start + span.count
-            )
-            heads = q[row : row + span.count].double().transpose(1, 2).flatten(1, 2)
-            out = attend(
-                heads, keys, values, start=span.start, scale=scale, window=layer.window, chunk=layer.chunk,
-                softcap=softcap, sinks=None if sinks is None else sinks.double().t().flatten(),
-            )  # fmt: skip
-            rows.append(out.unflatten(1, (keys.shape[0], -1)).transpose(1, 2).flatten(1))
-            row += span.count
-        return torch.cat(rows)
+        return attend_paged(
+            self.arena, self.group, self.layout, 0, layer=slot, spans=self.spans, q=q, scale=scale, softcap=softcap,
+            sinks=sinks,
+        )  # fmt: skip
 
 
 def make_scene(
@@ -104,6 +95,8 @@ def make_scene(
     needed = [-(-(start + count) // size) for start, count in parts]
     layout = ArenaLayout.of([group], (sum(needed) + 5) * group.block_bytes * 2)
     arena = poisoned_arena(layout, group)
+    kind = PagedLatents if isinstance(group.layer, Latent) else PagedKV
+    store = kind(arena, group, layout, 0, Scratch())
     free = rng.permutation(layout.total_blocks(0)).tolist()
     spans: list[Span] = []
     whole: list[np.ndarray] = []
@@ -121,14 +114,17 @@ def make_scene(
         for position in range(blocks * size, start):
             for layer in range(len(group.layers)):
                 block, slot = int(table[position // size]), position % size
+                if not {group.format.key, group.format.value} <= PLAIN.keys():
+                    new = torch.randn(1, sum(part.heads for part in store.parts), store.dim, generator=generator)
+                    store.append(layer, new, store.vectors(np.array([block]), np.array([slot])))
+                    continue
                 for vector in vectors_at(arena, group, layout, layer=layer, block=block, slot=slot):
                     vector.copy_(torch.randn(vector.shape, generator=generator))
         whole.append(table.copy())
         if group.gives_back:
             table[:dead] = -1
         spans.append(Span(table=table, start=start, count=count))
-    kind = PagedLatents if isinstance(group.layer, Latent) else PagedKV
-    return Scene(group, layout, arena, kind(arena, group, layout, 0, Scratch()), spans)
+    return Scene(group, layout, arena, store, spans)
 
 
 def vectors_at(

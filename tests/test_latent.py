@@ -91,7 +91,7 @@ def check(
     parts=st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 1, 2, 5, 13, 40])), min_size=1, max_size=5),
     leaders=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20)), min_size=5, max_size=5),
     heads=st.sampled_from([1, 3, 4]),
-    codec=st.sampled_from(["f32", "bf16", "f16"]),
+    codec=st.sampled_from(["f32", "bf16", "f16", "fp8"]),
     block_tokens=st.sampled_from([4, 16]),
     expanded=st.sampled_from([2, 6, 1000]),
     least=st.sampled_from([4, 20, 500]),
@@ -110,9 +110,10 @@ def test_float64() -> None:
         check(make_scene(latent_group_of(), [(0, 7), (20, 1), (33, 5), (30, 11)]), dtype=torch.float64)
 
 
+@pytest.mark.parametrize("codec", ["bf16", "fp8"])
 @pytest.mark.parametrize("expanded", [10, 1000])
-def test_the_widths_of_deepseek_v3_in_bf16(expanded: int) -> None:
-    group = latent_group_of(rank=512, rope=64, codec="bf16", block_tokens=16, layers=1)
+def test_the_widths_of_deepseek_v3_in_bf16(expanded: int, codec: str) -> None:
+    group = latent_group_of(rank=512, rope=64, codec=codec, block_tokens=16, layers=1)
     scene = make_scene(group, [(50, 20), (64, 1), (17, 1), (0, 33)], shared=[(0, 0), (0, 3), (0, 1), (3, 0)])
     with limits(tokens=expanded, expanded_bytes=0, least=32):
         check(scene, dtype=torch.bfloat16, heads=4, nope=128, value=128)
@@ -193,6 +194,10 @@ def test_what_is_not_stored_is_named() -> None:
     with pytest.raises(InputError, match="int8") as caught:
         check_format(latent_group_of(rank=32, rope=0, codec="int8"))
     assert caught.value.key == "key"
+    rotated = replace(latent_group_of(), format=CacheFormat(key="fp8", value="fp8", rotate=True))
+    with pytest.raises(InputError, match="latents are stored as they are") as caught:
+        check_format(rotated)
+    assert caught.value.key == "rotate"
     indexed = replace(latent_group_of(), layer=Latent(rank=24, rope_dim=8, indexer=Indexer(heads=1, dim=8)))
     with pytest.raises(UnsupportedModel, match="latents over all tokens"):
         check_format(indexed)

@@ -25,7 +25,8 @@ from kvist.model.mixers.latent import LatentAttention
 from kvist.model.mixers.places import Plan
 from kvist.model.weights import dtype_named
 from kvist.scheduler import Batch, Chunk
-from kvist.spec.layers import State
+from kvist.spec.formats import CODECS
+from kvist.spec.layers import Latent, State
 from kvist.spec.model import ModelSpec
 from kvist.store.layouts import Index, PagedLatents, Scratch, check_format
 from kvist.store.states import StateSpan, StateStore
@@ -70,8 +71,10 @@ class Runner:
         self.arena_bytes = self.arena.numel()
         # Windows have no shared runs, states no tokens; without a full group any order will do.
         self.shared_group = next((n for n, group in enumerate(groups) if group.lifetime == "full"), None)
-        mixed = len({codec for group in groups for codec in _codecs(group)}) > 1
-        # Blocks of tokens in memory that may have held numbers of another type.
+        codecs = {codec for group in groups for codec in _codecs(group)}
+        # Groups whose memory may have held bytes of another meaning: another codec's, or codes where scales are now.
+        # Within one group every byte of a block keeps its meaning.
+        mixed = len(groups) > 1 and (len(codecs) > 1 or any(CODECS[codec].group > 1 for codec in codecs))
         self.unclean = [n for n, group in enumerate(groups) if mixed and group.fixed_blocks is None]
         self.block_tokens = [group.block_tokens for group in groups]
 
@@ -89,8 +92,8 @@ class Runner:
     def _clear(self, group: int, chunks: Sequence[Chunk]) -> None:
         """Zero the blocks that these chunks begin and do not fill.
 
-        Attention reads whole blocks and gives what lies behind the end no weight; but what was written there as another
-        type may read as no number at all, which nothing times zero is.
+        Attention reads whole blocks and gives what lies behind the end no weight; but what was written there with
+        another meaning may read as no number at all, which nothing times zero is.
         """
         size = self.block_tokens[group]
         for chunk in chunks:
@@ -171,6 +174,8 @@ def _codecs(group: Group) -> set[str]:
         layer = group.layer
         parts = ((layer.conv_codec, layer.conv_elements), (layer.state_codec, layer.state_elements))
         return {codec for codec, elements in parts if elements}
+    if isinstance(group.layer, Latent):
+        return {"fp8", "bf16"} if group.format.key == "fp8" else {group.format.key}
     return {group.format.key, group.format.value}
 
 

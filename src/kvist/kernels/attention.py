@@ -139,7 +139,7 @@ class AttentionPlan:
         return out.reshape(self.tokens, -1)
 
 
-def new_vectors(store: PagedVectors, spans: Sequence[Span]) -> list[Tensor]:
+def new_vectors(store: PagedVectors, spans: Sequence[Span]) -> list[list[Tensor]]:
     """Where the new vectors of a step lie, as :meth:`PagedVectors.append` wants it."""
     size = store.block_tokens
     if all(span.count == 1 for span in spans):

@@ -101,7 +101,7 @@ class Tails:
         seen = (places >= lead[:, None]) & (places < (lead + lengths)[:, None])
         hidden = torch.from_numpy(~seen)[:, None, None, :]
         self.mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-        if not store.uniform:
+        if not store.plain:
             # Bytes once written as another type may read as NaN, which no mask silences.
             self.hidden = hidden.transpose(-1, -2)
 

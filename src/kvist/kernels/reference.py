@@ -1,58 +1,123 @@
-"""Paged attention, slow and obviously right: the oracle of the fast path's tests."""
+"""Paged attention, slow and obviously right: the oracle of all kernels.
+
+It counts bytes from the drawings in :mod:`kvist.cache.groups` and :mod:`kvist.store.codecs`, in float64, and shares no
+code with what stores and reads them.
+"""
+
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
-from kvist.store.layouts import CODEC_DTYPES
+from kvist.kernels.spans import Span
+
+_FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+Numbers = npt.NDArray[np.float64]
 
 
 def read_vector(
     arena: Tensor, group: Group, layout: ArenaLayout, ordinal: int, *, layer: int, head: int, block: int, slot: int
 ) -> tuple[Tensor, Tensor]:
-    """Read the key and the value of one token, counting bytes from the drawing in ``cache/groups.py``.
+    """Read the key and the value of one token.
 
     Args:
         arena: uint8 ``[layout.total_bytes]``.
         ordinal: of the group in the layout.
         layer: place in the group.
+
+    Returns:
+        Where they are stored as numbers of PyTorch's these themselves, in place; else copies in float64.
     """
-    per_slab = layout.blocks_per_slab[ordinal]
-    base = (block // per_slab) * layout.slab_bytes + (block % per_slab) * group.block_bytes
-    key_run, value_run = group.head_run_bytes
-    base += layer * group.attention.kv_heads * (key_run + value_run)
     vectors = []
-    for codec, run, start, dim in (
-        (group.format.key_codec, key_run, base, group.attention.key_dim),
-        (group.format.value_codec, value_run, base + group.attention.kv_heads * key_run, group.attention.value_dim),
-    ):
-        size = codec.vector_bytes(dim)
-        at = start + head * run + slot * size
-        vectors.append(arena[at : at + size].view(CODEC_DTYPES[codec.name]))
+    for side in range(2):
+        codec, run = _run(arena, group, layout, ordinal, layer=layer, head=head, block=block, side=side)
+        dim = (group.attention.key_dim, group.attention.value_dim)[side]
+        if codec in _FLOATS:
+            vectors.append(run.view(_FLOATS[codec]).view(-1, dim)[slot])
+        else:
+            vectors.append(torch.from_numpy(decoded(run.numpy(), codec, side, group.block_tokens, dim)[slot]))
     return vectors[0], vectors[1]
 
 
 def read_sequence(
     arena: Tensor, group: Group, layout: ArenaLayout, ordinal: int, *, layer: int, table: np.ndarray, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Read all keys and values of a sequence, token by token.
+    """Read all keys and values of a sequence, run by run.
 
     Returns:
         Two float64 tensors ``[kv_heads, length, dim]``; zeros where the block was given back.
     """
     heads, tokens = group.attention.kv_heads, group.block_tokens
-    keys = torch.zeros(heads, length, group.attention.key_dim, dtype=torch.float64)
-    values = torch.zeros(heads, length, group.attention.value_dim, dtype=torch.float64)
-    for position in range(length):
-        block = int(table[position // tokens])
-        for head in range(heads if block >= 0 else 0):
-            key, value = read_vector(
-                arena, group, layout, ordinal, layer=layer, head=head, block=block, slot=position % tokens
-            )
-            keys[head, position], values[head, position] = key.double(), value.double()
-    return keys, values
+    sides = []
+    for side, dim in enumerate((group.attention.key_dim, group.attention.value_dim)):
+        found = np.zeros((heads, -(-length // tokens) * tokens, dim))
+        for place, block in enumerate(table[: -(-length // tokens)].tolist()):
+            for head in range(heads if block >= 0 else 0):
+                codec, run = _run(arena, group, layout, ordinal, layer=layer, head=head, block=block, side=side)
+                found[head, place * tokens : (place + 1) * tokens] = decoded(run.numpy(), codec, side, tokens, dim)
+        sides.append(torch.from_numpy(found[:, :length]))
+    return sides[0], sides[1]
+
+
+def _run(
+    arena: Tensor, group: Group, layout: ArenaLayout, ordinal: int, *, layer: int, head: int, block: int, side: int
+) -> tuple[str, Tensor]:
+    """The codec and the bytes of one head's run of keys (side 0) or values (1)."""
+    runs, heads = group.head_run_bytes, group.attention.kv_heads
+    per_slab = layout.blocks_per_slab[ordinal]
+    at = (block // per_slab) * layout.slab_bytes + (block % per_slab) * group.block_bytes
+    at += layer * heads * sum(runs) + side * heads * runs[0] + head * runs[side]
+    return (group.format.key, group.format.value)[side], arena[at : at + runs[side]]
+
+
+def decoded(run: npt.NDArray[np.uint8], codec: str, side: int, tokens: int, dim: int) -> Numbers:
+    """The numbers of one run.
+
+    Args:
+        run: its bytes.
+        side: 0 for keys, 1 for values.
+
+    Returns:
+        ``[tokens, dim]``.
+    """
+    if codec in _FLOATS:
+        plain: Tensor = torch.from_numpy(run.copy()).view(_FLOATS[codec])
+        return np.asarray(plain.double().view(tokens, dim), np.float64)
+    t, i = np.meshgrid(np.arange(tokens), np.arange(dim), indexing="ij")
+    if codec == "fp8":
+        return _e4m3(run[t * dim + i])
+    group, groups = i // 32, dim // 32
+    if codec == "int8":
+        codes: Numbers = run[t * dim + i if side == 0 else i * tokens + t].view(np.int8).astype(np.float64)
+        codes_bytes = tokens * dim
+    else:
+        if side == 0:
+            byte, high = t * (dim // 2) + group * 16 + i % 16, i % 32 >= 16
+        else:
+            byte, high = (i // 4 * 2 + i % 2) * tokens + t, i % 4 >= 2
+        codes = np.where(high, run[byte] >> 4, run[byte] & 15).astype(np.float64)
+        codes_bytes = tokens * dim // 2
+    floats = run[codes_bytes:].view(np.float16).astype(np.float64)
+    if codec != "int4a":
+        scales = floats[t * groups + group if side == 0 else group * tokens + t]
+        return np.asarray(scales * (codes if codec == "int8" else codes - 8))
+    if side == 0:
+        scale_at, least_at = 2 * (t * groups + group), 2 * (t * groups + group) + 1
+    else:
+        scale_at, least_at = group * tokens + t, (groups + group) * tokens + t
+    return np.asarray(floats[least_at] + floats[scale_at] * codes)
+
+
+def _e4m3(bytes_: npt.NDArray[np.uint8]) -> Numbers:
+    """One sign, four bits of exponent, three of mantissa; all ones mean no number (arXiv:2209.05433)."""
+    exponent, mantissa = (bytes_ >> 3 & 15).astype(np.int64), (bytes_ & 7) / 8
+    size = np.ldexp(mantissa + (exponent > 0), np.maximum(exponent, 1) - 7)
+    return np.where(bytes_ & 127 == 127, np.nan, np.where(bytes_ & 128, -size, size))
 
 
 def read_latent(
@@ -60,10 +125,17 @@ def read_latent(
 ) -> Tensor:
     """Read the latent of one token, as :func:`read_vector` reads keys and values."""
     per_slab = layout.blocks_per_slab[ordinal]
+    rank, rope = group.latent.rank, group.latent.rope_dim
     base = (block // per_slab) * layout.slab_bytes + (block % per_slab) * group.block_bytes
-    size = group.format.key_codec.vector_bytes(group.latent.rank + group.latent.rope_dim)
+    size = group.block_bytes // len(group.layers) // group.block_tokens
     at = base + (layer * group.block_tokens + slot) * size
-    return arena[at : at + size].view(CODEC_DTYPES[group.format.key])
+    vector = arena[at : at + size]
+    if group.format.key == "fp8":
+        assert size == rank + 2 * rope
+        return torch.cat(
+            (torch.from_numpy(_e4m3(vector[:rank].numpy())), vector[rank:].clone().view(torch.bfloat16).double())
+        )
+    return vector.view(_FLOATS[group.format.key])
 
 
 def read_latents(
@@ -77,6 +149,53 @@ def read_latents(
             for block, slot in places
         ]
     )
+
+
+def attend_paged(
+    arena: Tensor,
+    group: Group,
+    layout: ArenaLayout,
+    ordinal: int,
+    *,
+    layer: int,
+    spans: Sequence[Span],
+    q: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """What the queries of a step must find, whose own keys and values are stored already.
+
+    Args:
+        layer: place in the group.
+        spans: in the order of the step's rows.
+        q: ``[tokens, repeats, kv_heads, dim]``.
+        scale: of the scores.
+        softcap: as of :func:`attend`.
+        sinks: ``[repeats, kv_heads]``.
+
+    Returns:
+        float64 ``[tokens, repeats x kv_heads x dim]``.
+    """
+    rows, row = [], 0
+    for span in spans:
+        keys, values = read_sequence(
+            arena, group, layout, ordinal, layer=layer, table=span.table, length=span.start + span.count
+        )
+        out = attend(
+            q[row : row + span.count].double().transpose(1, 2).flatten(1, 2),
+            keys,
+            values,
+            start=span.start,
+            scale=scale,
+            window=group.attention.window,
+            chunk=group.attention.chunk,
+            softcap=softcap,
+            sinks=None if sinks is None else sinks.double().t().flatten(),
+        )
+        rows.append(out.view(span.count, len(keys), -1, out.shape[2]).transpose(1, 2).flatten(1))
+        row += span.count
+    return torch.cat(rows)
 
 
 def expand(stored: Tensor, to_keys: Tensor, to_values: Tensor) -> tuple[Tensor, Tensor]:

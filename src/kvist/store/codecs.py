@@ -10,6 +10,7 @@ transposed, codes before scales::
     values  int8            codes [D][T]         scales [G][T]
             int4  int4a     codes [D/4][2][T]    scales [G][T], then minima [G][T]
                             byte (a, j, t): element 4a + j of token t in its low half, 4a + 2 + j in its high one
+    latents in fp8          [T] times rank elements in fp8, then rope_dim in bf16
 
 So a vector register of a row of keys covers one token's elements under one scale, one of a row of values 16 or more
 tokens of one element: codes go into products as the small integers that they are, a value's scale into its weight, and
@@ -28,7 +29,7 @@ saturates.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -181,6 +182,40 @@ class Coding:
             out: ``[runs, tokens, dim]``, of any floating type; filled and returned.
         """
         return self.numbers(tuple(piece.rows(runs, self.tokens) for piece in self.pieces), out)
+
+
+class LatentCoding(Coding):
+    """How latents lie in runs whose vectors are in fp8, their rotary elements in bf16 behind them.
+
+    Args:
+        rank: elements in fp8; an even number.
+        rope_dim: elements in bf16.
+        tokens: of a block.
+    """
+
+    def __init__(self, *, rank: int, rope_dim: int, tokens: int) -> None:
+        latent = Coding("fp8", side="key", dim=rank, tokens=tokens)
+        rope = Coding("bf16", side="key", dim=rope_dim, tokens=tokens)
+        if rank % rope.pieces[0].dtype.itemsize:
+            raise InputError(f"key: latents of {rank} elements in fp8 are not whole pairs; choose bf16", key="key")
+        super().__init__("fp8", side="key", dim=rank + rope_dim, tokens=tokens)
+        self._halves = ((latent, slice(rank)), (rope, slice(rank, None)))
+        step = (latent.run_bytes + rope.run_bytes) // tokens
+        self.pieces = (
+            replace(latent.pieces[0], token_step=step),
+            replace(rope.pieces[0], token_step=step, offset=rank),
+        )
+        self.run_bytes = tokens * step
+
+    def quantise(self, x: Tensor) -> tuple[Tensor, ...]:
+        """As :meth:`Coding.quantise`."""
+        return tuple(row for coding, part in self._halves for row in coding.quantise(x[..., part]))
+
+    def numbers(self, rows: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        """As :meth:`Coding.numbers`."""
+        for (coding, part), row in zip(self._halves, rows, strict=True):
+            coding.numbers((row,), out[..., part])
+        return out
 
 
 def _encode_int8(x: Tensor, half: int) -> tuple[Tensor, ...]:

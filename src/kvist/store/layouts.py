@@ -9,8 +9,9 @@ divisor of all sizes involved::
               ^ block_unit(block) + layer's shift
 
 A view of the arena, ``[units, run]`` with a stride of one unit, makes any run one row: one ``index_select`` then
-gathers ``[sequences, heads, blocks, run]``, which is ``[sequences, heads, tokens, dim]`` without a transpose. The
-layer is in the view's offset, so that the indices of a step serve all layers of the group.
+gathers ``[sequences, heads, blocks, run]``, which is ``[sequences, heads, tokens, dim]`` without a transpose. Runs of
+codes are gathered as bytes, and become numbers then (:mod:`kvist.store.codecs`). The layer is in the view's offset, so
+that the indices of a step serve all layers of the group.
 """
 
 from math import gcd
@@ -23,10 +24,8 @@ from torch import Tensor
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.errors import InputError
-from kvist.spec.formats import Codec
 from kvist.spec.layers import Latent
-
-CODEC_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+from kvist.store.codecs import PLAIN, STORED, Coding, LatentCoding
 
 Index = npt.NDArray[np.int64]
 
@@ -35,9 +34,9 @@ class Scratch:
     """Memory for what is gathered, used again by every layer: fresh pages would cost more than the copy."""
 
     def __init__(self) -> None:
-        self.buffers: dict[tuple[torch.dtype, int], Tensor] = {}
+        self.buffers: dict[tuple[torch.dtype, int | str], Tensor] = {}
 
-    def rows(self, dtype: torch.dtype, slot: int, rows: int, width: int) -> Tensor:
+    def rows(self, dtype: torch.dtype, slot: int | str, rows: int, width: int) -> Tensor:
         """A tensor ``[rows, width]``, valid until the same ``slot`` is asked for again."""
         buffer = self.buffers.get((dtype, slot))
         size = rows * width
@@ -48,33 +47,76 @@ class Scratch:
 
 
 class _Part:
-    """Heads that share a codec and a width: all of a layer's keys and values, or one of the two."""
+    """Heads that share a codec, a side and a width: all of a layer's keys and values, or one of the two.
 
-    def __init__(
-        self, arena: Tensor, group: Group, codec: Codec, *, unit: int, heads: int, dim: int, first: int
-    ) -> None:
-        self.dtype = CODEC_DTYPES[codec.name]
+    Attributes:
+        dtype: in which runs are gathered: bytes, where they hold codes.
+    """
+
+    def __init__(self, arena: Tensor, group: Group, coding: Coding, *, unit: int, heads: int, first: int) -> None:
+        self.coding = coding
         self.heads = heads
-        self.dim = dim
-        item = self.dtype.itemsize
-        vector = self.dim * item
-        run = vector * group.block_tokens
+        self.dtype = torch.uint8 if coding.quantised else PLAIN[coding.codec]
+        run = coding.run_bytes
         layer_bytes = group.block_bytes // len(group.layers)
         self.run_units = run // unit
-        # Vectors may begin at finer steps than runs.
-        self.step = gcd(unit, vector)
-        self.vector_steps = vector // self.step
-        self.unit_steps = unit // self.step
-        self.width = run // item
-        flat = arena.view(self.dtype)
+        self.width = run // self.dtype.itemsize
+        # Of one token, in all heads, as it is read: codes become float32 on the way.
+        self.read_bytes = heads * (4 * coding.dim if coding.quantised else run // group.block_tokens)
+        # Rows of a piece may begin at finer steps than runs.
+        self.steps = [gcd(unit, piece.token_step) for piece in coding.pieces]
+        self.unit = unit
+        wide = max(piece.dtype.itemsize for piece in coding.pieces)
+        if unit % wide:
+            raise InputError(
+                f"{group.name}: blocks of {group.block_tokens} tokens do not begin at multiples of {wide} bytes, as "
+                f"{coding.codec} needs; choose a larger power of two",
+                key="block_tokens",
+            )
         self.run_views: list[Tensor] = []
-        self.vector_views: list[Tensor] = []
+        self.piece_views: list[list[Tensor]] = []
         for slot in range(len(group.layers)):
             offset = slot * layer_bytes + first
-            rows = (arena.numel() - offset - run) // unit + 1
-            self.run_views.append(flat.as_strided((rows, self.width), (unit // item, 1), offset // item))
-            rows = (arena.numel() - offset - vector) // self.step + 1
-            self.vector_views.append(flat.as_strided((rows, self.dim), (self.step // item, 1), offset // item))
+            self.run_views.append(_rows(arena, self.dtype, offset, run, unit, self.width, self.dtype.itemsize))
+            self.piece_views.append(
+                [
+                    _rows(
+                        arena,
+                        piece.dtype,
+                        offset + piece.offset,
+                        (piece.elements - 1) * piece.element_step + piece.dtype.itemsize,
+                        step,
+                        piece.elements,
+                        piece.element_step,
+                    )
+                    for piece, step in zip(coding.pieces, self.steps, strict=True)
+                ]
+            )
+
+    def rows(self, units: Index, slots: Index) -> list[Tensor]:
+        """Where the rows of some tokens are in the views of each piece: int64 ``[tokens, heads]``."""
+        heads = np.arange(self.heads) * (self.run_units * self.unit)
+        return [
+            torch.from_numpy(
+                (units * (self.unit // step) + slots * (piece.token_step // step))[:, None] + heads // step
+            )
+            for piece, step in zip(self.coding.pieces, self.steps, strict=True)
+        ]
+
+    def append(self, slot: int, vectors: Tensor, where: list[Tensor]) -> None:
+        """Store ``[tokens, heads, dim]`` at what :meth:`rows` gave."""
+        rows = self.coding.quantise(vectors)
+        for view, index, row in zip(self.piece_views[slot], where, rows, strict=True):
+            view.index_put_((index,), row)
+
+
+def _rows(
+    arena: Tensor, dtype: torch.dtype, offset: int, extent: int, step: int, elements: int, element_step: int
+) -> Tensor:
+    """Rows of ``elements``, ``extent`` bytes from first to last, one every ``step`` bytes of the arena."""
+    item = dtype.itemsize
+    rows = (arena.numel() - offset - extent) // step + 1
+    return arena.view(dtype).as_strided((rows, elements), (step // item, element_step // item), offset // item)
 
 
 class PagedVectors:
@@ -93,7 +135,7 @@ class PagedVectors:
         uniform: whether one part holds all.
 
     Raises:
-        InputError: the group's format is not computed with yet.
+        InputError: the group's format is not stored.
     """
 
     parts: "tuple[_Part, ...]"
@@ -116,8 +158,6 @@ class PagedVectors:
         self.kv_heads = kv_heads
         self.dim = dim
         self.block_tokens = group.block_tokens
-        # Of one layer.
-        self.token_bytes = group.token_bytes // len(group.layers)
         self.blocks_per_slab = layout.blocks_per_slab[ordinal]
         self.slab_bytes = layout.slab_bytes
         self.address = arena.data_ptr()
@@ -126,24 +166,29 @@ class PagedVectors:
         self.block_units = group.block_bytes // self.unit
         self.scratch = scratch
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token of one layer as it is read."""
+        return sum(part.read_bytes for part in self.parts)
+
+    @property
+    def plain(self) -> bool:
+        """Whether one part holds all, in one of PyTorch's types: any bytes once written there read as before."""
+        return self.uniform and not self.parts[0].coding.quantised
+
     def sides(self, stored: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values in vectors ``[…, heads, …]`` as they are stored, whose heads are the second dimension."""
         raise NotImplementedError
 
-    def vectors(self, blocks: Index, slots: Index) -> list[Tensor]:
-        """Where one vector a token and head lies, for :meth:`append`: int64 ``[tokens, heads]`` a part.
+    def vectors(self, blocks: Index, slots: Index) -> list[list[Tensor]]:
+        """Where one vector a token and head lies, for :meth:`append`: int64 ``[tokens, heads]`` a piece of each part.
 
         Args:
             blocks: block id of each token, ``[tokens]``.
             slots: its place in the block.
         """
         units = self.units(blocks)
-        indices = []
-        for part in self.parts:
-            head = np.arange(part.heads) * (part.run_units * part.unit_steps)
-            rows = (units * part.unit_steps + slots * part.vector_steps)[:, None] + head
-            indices.append(torch.from_numpy(rows))
-        return indices
+        return [part.rows(units, slots) for part in self.parts]
 
     def units(self, blocks: Index) -> Index:
         """First unit of each block."""
@@ -151,7 +196,7 @@ class PagedVectors:
         units: Index = slab * self.slab_units + place * self.block_units
         return units
 
-    def append(self, slot: int, kv: Tensor, where: list[Tensor]) -> None:
+    def append(self, slot: int, kv: Tensor, where: list[list[Tensor]]) -> None:
         """Store a step's keys and values of one layer; changes the arena.
 
         Args:
@@ -160,17 +205,18 @@ class PagedVectors:
             where: of :meth:`vectors`.
         """
         for number, (part, index) in enumerate(zip(self.parts, where, strict=True)):
-            rows = kv if self.uniform else kv[:, number * self.kv_heads : (number + 1) * self.kv_heads]
-            part.vector_views[slot].index_put_((index,), rows if rows.dtype == part.dtype else rows.to(part.dtype))
+            part.append(slot, kv if self.uniform else self.sides(kv)[number], index)
 
     def rounded(self, kv: Tensor) -> Tensor:
         """Keys and values as they will be read again, so that a chunk sees itself as later chunks see it."""
         if all(part.dtype == kv.dtype for part in self.parts):
             return kv
         if self.uniform:
-            return kv.to(self.parts[0].dtype).to(kv.dtype)
-        halves = kv[:, : self.kv_heads], kv[:, self.kv_heads :]
-        return torch.cat([half.to(p.dtype).to(kv.dtype) for half, p in zip(halves, self.parts, strict=True)], dim=1)
+            return self.parts[0].coding.rounded(kv)
+        out = torch.empty_like(kv, memory_format=torch.contiguous_format)
+        for part, given, taken in zip(self.parts, self.sides(kv), self.sides(out), strict=True):
+            part.coding.numbers(part.coding.quantise(given), taken)
+        return out
 
 
 class PagedKV(PagedVectors):
@@ -180,14 +226,15 @@ class PagedKV(PagedVectors):
         check_format(group)
         heads, dim, runs = group.attention.kv_heads, group.attention.key_dim, group.head_run_bytes
         super().__init__(arena, group, layout, ordinal, scratch, kv_heads=heads, dim=dim, runs=runs)
-        self.uniform = group.format.key == group.format.value
-        key, value = group.format.key_codec, group.format.value_codec
+        key = Coding(group.format.key, side="key", dim=dim, tokens=group.block_tokens)
+        value = Coding(group.format.value, side="value", dim=dim, tokens=group.block_tokens)
+        self.uniform = key.codec == value.codec and not key.quantised
         if self.uniform:
-            self.parts = (_Part(arena, group, key, unit=self.unit, heads=2 * heads, dim=dim, first=0),)
+            self.parts = (_Part(arena, group, key, unit=self.unit, heads=2 * heads, first=0),)
         else:
             self.parts = (
-                _Part(arena, group, key, unit=self.unit, heads=heads, dim=dim, first=0),
-                _Part(arena, group, value, unit=self.unit, heads=heads, dim=dim, first=heads * runs[0]),
+                _Part(arena, group, key, unit=self.unit, heads=heads, first=0),
+                _Part(arena, group, value, unit=self.unit, heads=heads, first=heads * runs[0]),
             )
 
     def sides(self, stored: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,11 +249,16 @@ class PagedLatents(PagedVectors):
     """
 
     def __init__(self, arena: Tensor, group: Group, layout: ArenaLayout, ordinal: int, scratch: Scratch) -> None:
-        dim = group.latent.rank + group.latent.rope_dim
+        check_format(group)
+        rank, rope_dim, tokens, codec = group.latent.rank, group.latent.rope_dim, group.block_tokens, group.format.key
         run = group.block_bytes // len(group.layers)
-        super().__init__(arena, group, layout, ordinal, scratch, kv_heads=1, dim=dim, runs=(run,))
+        super().__init__(arena, group, layout, ordinal, scratch, kv_heads=1, dim=rank + rope_dim, runs=(run,))
         self.uniform = True
-        self.parts = (_Part(arena, group, group.format.key_codec, unit=self.unit, heads=1, dim=dim, first=0),)
+        if codec == "fp8":
+            coding: Coding = LatentCoding(rank=rank, rope_dim=rope_dim, tokens=tokens)
+        else:
+            coding = Coding(codec, side="key", dim=rank + rope_dim, tokens=tokens)
+        self.parts = (_Part(arena, group, coding, unit=self.unit, heads=1, first=0),)
 
     def sides(self, stored: Tensor) -> tuple[Tensor, Tensor]:
         """The same vectors twice: a latent's value is its beginning, and whoever attends cuts it out."""
@@ -230,19 +282,27 @@ class Gathering:
         sequences, count = blocks.shape
         self.indices: list[Tensor] = []
         self.rows: list[Tensor] = []
+        # Where the codes of a part become numbers; those that are stored as numbers need no such place.
+        self.numbers: list[Tensor | None] = []
         views: list[Tensor] = []
         for number, part in enumerate(self.parts):
             head = np.arange(part.heads)[:, None] * part.run_units
             index = torch.from_numpy((units[:, None, :] + head).ravel())
             rows = store.scratch.rows(part.dtype, number, len(index), part.width)
+            made = None
+            if part.coding.quantised:
+                vectors = len(index) * store.block_tokens
+                made = store.scratch.rows(dtype, f"numbers {number}", vectors, store.dim)
+                made = made.view(len(index), store.block_tokens, store.dim)
             self.indices.append(index)
             self.rows.append(rows)
-            views.append(rows.view(sequences, part.heads, count * store.block_tokens, store.dim)[:, :, seen])
+            self.numbers.append(made)
+            whole = rows if made is None else made
+            views.append(whole.view(sequences, part.heads, count * store.block_tokens, store.dim)[:, :, seen])
         if store.uniform:
             self.keys, self.values = store.sides(views[0])
         else:
             self.keys, self.values = views
-        self.converted = any(part.dtype != dtype for part in self.parts)
 
     def read(self, slot: int) -> tuple[Tensor, Tensor]:
         """Read one layer.
@@ -250,31 +310,37 @@ class Gathering:
         Returns:
             Keys and values, each ``[sequences, kv_heads, tokens, dim]``; valid until the next read of the runner.
         """
-        for part, index, rows in zip(self.parts, self.indices, self.rows, strict=True):
+        for part, index, rows, numbers in zip(self.parts, self.indices, self.rows, self.numbers, strict=True):
             torch.index_select(part.run_views[slot], 0, index, out=rows)
-        if self.converted:
-            keys = self.keys.to(self.dtype)
-            return keys, keys if self.values is self.keys else self.values.to(self.dtype)
-        return self.keys, self.values
+            if numbers is not None:
+                part.coding.unpack(rows, numbers)
+        keys = self.keys.to(self.dtype)
+        return keys, keys if self.values is self.keys else self.values.to(self.dtype)
 
 
 def check_format(group: Group) -> None:
-    """Refuse what the engine does not store yet.
+    """Refuse what the engine does not store.
 
     Raises:
-        InputError: names the codec and those that are stored.
+        InputError: names what is not stored, and what is.
     """
     if group.lifetime == "state":
         return
-    for side in ("key",) if isinstance(group.layer, Latent) else ("key", "value"):
-        codec = getattr(group.format, side)
-        if codec not in CODEC_DTYPES:
-            raise InputError(
-                f"{side}: the engine does not store {codec} yet; choose one of {', '.join(CODEC_DTYPES)}", key=side
-            )
+    fmt = group.format
     if isinstance(group.layer, Latent):
+        stored = [*PLAIN, "fp8"]
+        if fmt.key not in stored:
+            raise InputError(
+                f"key: the engine does not store latents in {fmt.key}; choose one of {', '.join(stored)}", key="key"
+            )
+        if fmt.rotates_keys:
+            raise InputError("rotate: latents are stored as they are; leave the rotation out", key="rotate")
         group.latent  # noqa: B018 (refuses windows and indexers)
         return
+    for side in ("key", "value"):
+        codec = getattr(fmt, side)
+        if codec not in STORED:
+            raise InputError(f"{side}: the engine does not store {codec}; choose one of {', '.join(STORED)}", key=side)
     if group.chunk is not None and group.chunk % group.block_tokens:
         raise InputError(
             f"{group.name}: chunks of {group.chunk} tokens are not whole blocks of {group.block_tokens}; "

@@ -18,7 +18,8 @@ from torch import Tensor
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.spec.layers import State
-from kvist.store.layouts import CODEC_DTYPES, Index
+from kvist.store.codecs import PLAIN
+from kvist.store.layouts import Index
 
 Made = TypeVar("Made")
 
@@ -67,7 +68,7 @@ class _View:
     def __init__(
         self, arena: Tensor, codec: str, elements: int, offset: int, group: Group, layout: ArenaLayout
     ) -> None:
-        self.dtype = CODEC_DTYPES[codec]
+        self.dtype = PLAIN[codec]
         self.elements = elements
         size = self.dtype.itemsize
         # Rows begin wherever a block does, whatever the group that a slab was lent to before.

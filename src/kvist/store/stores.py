@@ -22,7 +22,7 @@ def store_of(arena: Tensor, group: Group, layout: ArenaLayout, ordinal: int, scr
         scratch: shared by the groups of a runner.
 
     Raises:
-        InputError: the group's format is not computed with yet.
+        InputError: the group's format is not stored.
         UnsupportedModel: its layers are not computed.
     """
     if isinstance(group.layer, State):

@@ -6,6 +6,7 @@ It sees the cache through one verb, :meth:`kvist.kernels.attention.AttentionPlan
 import torch
 from torch import Tensor
 
+from kvist.kernels.hadamard import hadamard
 from kvist.model.linear import Linear
 from kvist.model.mixers.places import Pass, Places
 from kvist.model.network import SelfAttention
@@ -17,6 +18,9 @@ from kvist.spec.layers import Attention
 
 class AttentionMixer:
     """Projections, norms of heads, rotation, attention, output.
+
+    Where the format says so, keys are stored spread by a Hadamard matrix, and queries spread likewise, which leaves
+    their products as they are; so are values, and what attention makes of them is turned back.
 
     Query heads are kept in the order ``[repeats, kv_heads]`` instead of the checkpoint's ``[kv_heads, repeats]``, in
     the rows of the query's weight and the columns of the output's: queries that share a KV head then lie so that
@@ -91,6 +95,13 @@ class AttentionMixer:
             of_queries = of_queries.view(kv_heads, self.repeats, dim).transpose(0, 1).reshape(-1)
             self.whole_norms = RMSNorm(of_queries, net.eps), RMSNorm(of_keys, net.eps)
         self.temperature = net.temperature
+        fmt = places.format_of(Attention)
+        # Heads of queries and keys come first, then those of values.
+        self.spread = slice(
+            0 if fmt.rotates_keys else self.turned, self.turned + kv_heads if fmt.rotates_values else self.turned
+        )
+        self.turns_back = fmt.rotates_values
+        self.hadamard = hadamard(dim, checkpoint.dtype) if fmt.rotates_keys or fmt.rotates_values else None
         self.sinks: Tensor | None = None
         if net.sinks is not None:
             sinks = checkpoint.tensor(net.sinks, (heads,)).float()
@@ -114,8 +125,14 @@ class AttentionMixer:
         if self.temperature is not None:
             seen = torch.floor((step.positions.float() + 1) / self.temperature.floor)
             queries.mul_((torch.log1p(seen) * self.temperature.scale + 1).to(x.dtype).view(-1, 1, 1, 1))
+        if self.hadamard is not None:
+            spread = projected[:, self.spread]
+            spread.copy_(spread @ self.hadamard)
         kv = projected[:, self.turned - self.kv_heads :]
         mixed = step.attention(self.group).attend(self.slot, queries, kv, self.sinks)
+        if self.hadamard is not None and self.turns_back:
+            # The matrix is its own inverse.
+            mixed = (mixed.view(count, -1, self.dim) @ self.hadamard).view_as(mixed)
         if self.gates:
             mixed = mixed * torch.sigmoid(whole[:, width:])
         return self.output(mixed if rows is None else mixed.index_select(0, rows))

@@ -10,6 +10,7 @@ from kvist.kernels.attention import AttentionPlan
 from kvist.kernels.cpu import PagedPlan
 from kvist.kernels.latent import LatentPlan
 from kvist.model.rotary import FusedRotation, Rotation
+from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Layer
 from kvist.store.states import StatePlan
 
@@ -18,22 +19,26 @@ Plan = AttentionPlan | PagedPlan | LatentPlan | StatePlan
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where the pieces that one layer stores are: each is a group's number, and the layer's slot in the group."""
+    """Where the pieces that one layer stores are: each is a group, its number, and the layer's slot in it."""
 
-    pieces: tuple[tuple[Layer, int, int], ...]
+    pieces: tuple[tuple[Group, int, int], ...]
 
     @classmethod
     def by_layer(cls, groups: Sequence[Group], layers: int) -> "list[Places]":
         """The places of every layer of a model."""
-        found: list[list[tuple[Layer, int, int]]] = [[] for _ in range(layers)]
+        found: list[list[tuple[Group, int, int]]] = [[] for _ in range(layers)]
         for number, group in enumerate(groups):
             for slot, layer in enumerate(group.layers):
-                found[layer].append((group.layer, number, slot))
+                found[layer].append((group, number, slot))
         return [cls(pieces=tuple(pieces)) for pieces in found]
 
     def of(self, kind: type[Layer]) -> tuple[int, int]:
         """Group and slot of the piece of this kind."""
-        return next((number, slot) for layer, number, slot in self.pieces if isinstance(layer, kind))
+        return next((number, slot) for group, number, slot in self.pieces if isinstance(group.layer, kind))
+
+    def format_of(self, kind: type[Layer]) -> CacheFormat:
+        """How the piece of this kind is stored."""
+        return next(group.format for group, _, _ in self.pieces if isinstance(group.layer, kind))
 
 
 @dataclass(frozen=True, kw_only=True)
