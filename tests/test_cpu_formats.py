@@ -1,4 +1,4 @@
-"""The C++ kernels on stored formats: the bytes of store/codecs.py, and attention in float64 over what they stand for."""
+"""The C++ kernels on stored formats: the bytes of store/codecs.py, and attention in float64 over what they say."""
 
 import numpy as np
 import pytest

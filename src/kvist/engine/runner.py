@@ -5,6 +5,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -88,6 +89,19 @@ class Runner:
             for group in self.unclean:
                 self._clear(group, batch.chunks)
             return self.decoder.logits(self._step(batch.chunks))
+
+    def score(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Compute chunks as :meth:`run` does, and return what stands behind each of their tokens.
+
+        Returns:
+            float32 logits ``[tokens, vocab]``; sequences that share blocks stand beside each other, in no order of
+            the caller's, so that it scores one at a time where the order matters.
+        """
+        with torch.inference_mode():
+            for group in self.unclean:
+                self._clear(group, chunks)
+            step = self._step(chunks)
+            return self.decoder.logits(replace(step, sampled=torch.arange(len(step.tokens))))
 
     def _clear(self, group: int, chunks: Sequence[Chunk]) -> None:
         """Zero the blocks that these chunks begin and do not fill.

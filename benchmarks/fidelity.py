@@ -1,0 +1,87 @@
+"""What every format does to a model's answers: divergence from the unquantised cache, agreement, perplexity.
+
+    python benchmarks/fidelity.py [--model smollm2-135m] [--tokens 2048] [--write]
+
+Two texts are read from an empty cache, the beginnings of two files, with the cache in bf16 and in each format, with and
+without rotation (``kvist.evaluate``). ``--write`` puts the numbers of this model into ``src/kvist/spec/fidelity.json``,
+from which ``kvist formats`` shows them.
+"""
+
+import argparse
+import gzip
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from kvist.engine.engine import with_weights
+from kvist.engine.tokenizer import Tokenizer
+from kvist.evaluate import drift
+from kvist.spec.fidelity import Fidelity, measured
+from kvist.spec.formats import CacheFormat
+from kvist.spec.model import ModelSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXTS = ROOT.parent / "shared/data/text"
+FILE = ROOT / "src/kvist/spec/fidelity.json"
+PAIRS = (
+    ("fp8", "fp8"), ("int8", "int8"), ("int8", "int4a"), ("int8", "int4"), ("int4a", "int4a"), ("int4a", "int4"),
+    ("int4", "int8"), ("int4", "int4"), ("fp8", "int4"), ("bf16", "int4"), ("int4", "bf16"), ("bf16", "int8"),
+    ("int8", "bf16"),
+)  # fmt: skip
+# Copies of the weights that fit into memory beside each other.
+TOGETHER = 5
+
+
+def rows(model: str, tokens: int, names: list[str]) -> list[Fidelity]:
+    """Measure all formats."""
+    spec = with_weights(ModelSpec.read(model))
+    tokenizer = Tokenizer.read(spec)
+    texts = []
+    for name in names:
+        text = gzip.decompress((TEXTS / name).read_bytes()).decode()[: 12 * tokens]
+        texts.append(tokenizer.encode(text)[:tokens])
+    formats = [CacheFormat(key=key, value=value, rotate=turned) for key, value in PAIRS for turned in (False, True)]
+    found = []
+    for begin in range(0, len(formats), TOGETHER):
+        started = time.perf_counter()
+        for each in drift(spec, texts, formats[begin : begin + TOGETHER], dtype="bf16"):
+            found.append(
+                Fidelity(
+                    model=model,
+                    key=each.format.key,
+                    value=each.format.value,
+                    rotate=each.format.rotate,
+                    kl=float(f"{each.kl:.4g}"),
+                    top1_agreement=round(each.top1_agreement, 4),
+                    perplexity_ratio=round(each.perplexity_ratio, 4),
+                    tokens=each.tokens,
+                )
+            )
+            print(
+                f"| {each.format} | {each.kl:.5f} | {each.top1_agreement:.2%} | {each.perplexity:.3f} | "
+                f"{each.perplexity_ratio - 1:+.2%} | {time.perf_counter() - started:.0f} |",
+                flush=True,
+            )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--tokens", type=int, default=2048, help="of each text")
+    parser.add_argument("--texts", nargs="+", default=["paradise_lost.txt.gz", "jargon_file_4.4.7.txt.gz"])
+    parser.add_argument("--write", action="store_true", help="into the package's file")
+    args = parser.parse_args()
+    print(f"{args.model}, {args.tokens:,} tokens each of {', '.join(args.texts)}, computed in bf16\n")
+    print("| format | KL, nats | same likeliest | perplexity | against bf16 | seconds |")
+    print("|---|---|---|---|---|---|")
+    found = rows(args.model, args.tokens, args.texts)
+    if args.write:
+        kept = [each for each in measured() if each.model != args.model]
+        lines = ",\n".join(json.dumps(asdict(each)) for each in [*kept, *found])
+        FILE.write_text(f"[\n{lines}\n]\n")
+
+
+if __name__ == "__main__":
+    main()
