@@ -14,6 +14,8 @@ _EXPERTS = {
 
 CASES = {
     "qwen3.5": Case(model="Qwen3_5ForCausalLM", config=_HEADS),
+    # As many keys as values, as small models have them.
+    "qwen3.5-equal": Case(model="Qwen3_5ForCausalLM", config=_HEADS | {"linear_num_value_heads": 2}),
     # The second layer has no experts.
     "qwen3_next": Case(model="Qwen3NextForCausalLM", config=_HEADS | _EXPERTS | {"mlp_only_layers": [1]}),
     "qwen3.5-moe": Case(

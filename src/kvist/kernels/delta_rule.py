@@ -132,7 +132,7 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Ten
         part = slice(run.begin, run.end)
         count = run.end - run.begin
         # [chunk, key head, query or key, place, dim]
-        qk = torch.stack((q[part], k[part]), 1).permute(0, 3, 1, 2, 4).reshape(-1, 2 * CHUNK, key_dim)
+        qk = torch.stack((q[part], k[part]), 1).permute(0, 3, 1, 2, 4).contiguous().view(-1, 2 * CHUNK, key_dim)
         products = torch.bmm(qk, qk[:, CHUNK:].transpose(1, 2)).view(count, key_heads, 1, 2, CHUNK, CHUNK)
         decays, past_decays = decays_of(g[part])
         scores = products * decays.view(count, key_heads, repeats, 1, CHUNK, CHUNK)
