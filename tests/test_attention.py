@@ -11,6 +11,7 @@ from kvist.errors import InputError
 from kvist.kernels import decoding
 from kvist.kernels.attention import AttentionPlan, new_vectors
 from kvist.kernels.dense import Scores
+from kvist.kernels.hadamard import hadamard
 from kvist.kernels.reference import read_sequence
 from kvist.kernels.sharing import shared_runs, sharing_order
 
@@ -204,6 +205,15 @@ def test_what_is_appended_is_what_was_given(key, value):
             assert (torch.cat(read) - rounded).abs().max() < 1e-6
     changed = int((scene.arena != before).sum())
     assert 0.9 * 11 * group.token_bytes < changed <= 11 * group.token_bytes
+
+
+@pytest.mark.parametrize("dim", [1, 2, 64, 80, 96, 256])
+def test_a_rotation_is_its_own_inverse_and_spreads(dim):
+    matrix = hadamard(dim, torch.float64)
+    assert torch.equal(matrix, matrix.T)
+    assert (matrix @ matrix - torch.eye(dim)).abs().max() < 1e-12
+    size = dim & -dim
+    assert torch.allclose(matrix[0].abs(), torch.where(torch.arange(dim) < size, size**-0.5, 0.0).double())
 
 
 @pytest.mark.parametrize("length", [1151, 1152, 1153, 1166])
