@@ -7,8 +7,8 @@ state of one layer, so that slabs stay small. Inside a block of attention the by
     keys  = kv head 0: token 0, token 1, … | kv head 1: … | …        (one vector of key_dim a token)
     values likewise
 
-so that one head of one layer is one contiguous run of ``block_tokens`` vectors. Inside a run of codes, these come before
-scales, and values lie transposed (:mod:`kvist.store.codecs`).
+so that one head of one layer is one contiguous run of ``block_tokens`` vectors. Of codecs with scales, codes come first
+in a run and scales behind, and values lie transposed (:mod:`kvist.store.codecs`).
 
 What a layer stores is taken apart until each piece has one lifetime (:attr:`Layer.stored`), and each piece joins the
 group of its equals: a layer with attention beside a state has a place in two groups, one that shares in none.
