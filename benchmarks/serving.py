@@ -65,6 +65,9 @@ ENGINES = {
     "transformers": Engine(worker="transformers", venv="hf", label="transformers bf16"),
     "llamacpp": Engine(worker="llamacpp", venv="llama", label="llama.cpp Q4_1, cache f16/f16"),
     # Beside the defaults, on request:
+    "kvist-k8-v4": Engine(
+        worker="kvist", label="kvist, Q4_1, cache int8/int4", options={"format": {"key": "int8", "value": "int4"}}
+    ),
     "openvino-u4": Engine(
         worker="openvino", venv="openvino", label="OpenVINO int4, cache u8/u4", options={"value": "u4"}
     ),

@@ -1,4 +1,7 @@
-"""kvist itself, through its public Python API, on the GGUF. Options: `arguments` go to `kvist.Engine`."""
+"""kvist itself, through its public Python API, on the GGUF.
+
+Options: `arguments` go to `kvist.Engine`, `format` to `kvist.CacheFormat`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ import kvist
 def load(job: Job) -> Run:
     torch.set_num_threads(job.threads)
     arguments = {"memory": "2GiB", "dtype": "bf16", **job.options.get("arguments", {})}
-    engine = kvist.Engine(job.models["gguf"], **arguments)
+    fmt = kvist.CacheFormat(**job.options["format"]) if "format" in job.options else None
+    engine = kvist.Engine(job.models["gguf"], format=fmt, **arguments)
 
     def run(work: Work) -> Outcome:
         start = perf_counter()
