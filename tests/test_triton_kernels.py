@@ -144,7 +144,7 @@ def scene_of(group, parts, generator, *, shared=0, dtype=torch.float32):
 
 
 def check(scene, generator, *, repeats, compute="f32", softcap=None, sinks=False, programs=None):
-    """Run every layer; hold its bytes and its results against the oracles; return the results."""
+    """Run every layer; hold its bytes and its results against the oracles."""
     group, dtype = scene.group, DTYPES[compute]
     layer = group.attention
     tokens = sum(span.count for span in scene.spans)
@@ -152,7 +152,6 @@ def check(scene, generator, *, repeats, compute="f32", softcap=None, sinks=False
     arena = scene.arena.clone().to(DEVICE)
     memory = TritonAttention(arena, group, scene.layout, 0, scores, repeats, programs=programs)
     plan = memory.plan(scene.spans)
-    results = []
     for slot in range(len(group.layers)):
         # Wider than what attention gets: tokens have a stride of their own.
         made = torch.randn(tokens, (repeats + 2) * layer.kv_heads + 1, layer.key_dim, generator=generator).to(dtype)
@@ -181,8 +180,6 @@ def check(scene, generator, *, repeats, compute="f32", softcap=None, sinks=False
             row += span.count
         right = torch.cat(expected)
         assert (out.double() - right).abs().max() < WITHIN[compute] * max(1, right.abs().max())
-        results.append(out)
-    return torch.stack(results)
 
 
 def every_format_shape_and_window():
@@ -314,23 +311,26 @@ def test_latents(codec, compute, heads, generator, monkeypatch):
             row += count
 
 
-def test_latents_by_the_verb_of_layers(generator):
+@pytest.mark.parametrize("codec", ["f32", "bf16", "fp8"])
+def test_latents_by_the_verb_of_layers(codec, generator):
     heads, nope, value, rank, rope = 4, 8, 12, 32, 16
-    group = latent_group_of(rank=rank, rope=rope, block_tokens=16, layers=1)
+    group = latent_group_of(rank=rank, rope=rope, block_tokens=16, layers=1, codec=codec)
     layout = ArenaLayout.of([group], 6 * group.block_bytes)
     spans = [Span(table=np.array([3, 1]), start=0, count=20), Span(table=np.array([2]), start=0, count=1)]
     weight = torch.randn(heads, value + nope, rank, generator=generator)
     inputs = [
         torch.randn(21, *shape, generator=generator) for shape in ((heads, nope), (heads, rope), (1, rank + rope))
     ]
-    results = []
+    results, arenas = [], []
     for kind, extra in ((TritonLatents, (heads,)), (None, ())):
         arena = torch.zeros(layout.total_bytes, dtype=torch.uint8)
         if kind is None:
             memory = LatentMemory(PagedLatents(arena, group, layout, 0, Scratch()), Scores(scale=0.2), torch.float32)
         else:
             memory = kind(arena, group, layout, 0, Scores(scale=0.2), *extra)
+        arenas.append(arena)
         results.append(memory.plan(spans).attend(0, *inputs, LatentHeads(weight, value=value, rope=rope)))
+    assert torch.equal(*arenas)
     assert (results[0] - results[1]).abs().max() < 1e-4 * results[1].abs().max()
 
 
