@@ -4,6 +4,7 @@ Where no compiler is there, or it fails, the installation goes on without them; 
 operators.
 """
 
+import os
 from pathlib import Path
 
 import nanobind
@@ -19,8 +20,14 @@ SOURCES = (
     "cpu_merge.cpp",
     "cpu_pack.cpp",
     "cpu_plan.cpp",
+    "cpu_portable.cpp",
+    "cpu_portable_avx2.cpp",
+    "cpu_portable_avx512.cpp",
 )
 NANOBIND = Path(nanobind.source_dir())
+# tools/sanitize.py: kernels that look at every access and every operation.
+SANITIZED = ["-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-omit-frame-pointer", "-O1", "-g"]
+SANITIZE = SANITIZED if os.environ.get("KVIST_SANITIZE") else []
 
 setup(
     ext_modules=[
@@ -30,7 +37,7 @@ setup(
                 *(str(KERNELS / name) for name in SOURCES),
                 str(NANOBIND / "nb_combined.cpp"),
             ],
-            depends=[str(KERNELS / name) for name in ("cpu.h", "cpu_avx512.h", "cpu_codecs.h", "cpu_matrix.h")],
+            depends=[str(path) for path in sorted(KERNELS.glob("cpu*.h"))],
             include_dirs=[nanobind.include_dir(), str(NANOBIND.parent / "ext" / "robin_map" / "include")],
             define_macros=[("NDEBUG", None), ("NB_COMPACT_ASSERTIONS", None)],
             extra_compile_args=[
@@ -41,7 +48,10 @@ setup(
                 "-g0",
                 "-Wno-uninitialized",
                 "-Wno-maybe-uninitialized",
+                "-Wno-psabi",
+                *SANITIZE,
             ],
+            extra_link_args=SANITIZE,
             language="c++",
             optional=True,
         )

@@ -16,9 +16,10 @@ from kvist.cache.layout import ArenaLayout
 from kvist.cache.sequence import BlockCopy
 from kvist.errors import DoesNotFit
 from kvist.kernels.attention import PagedMemory
-from kvist.kernels.cpu import PagedAttention
+from kvist.kernels.cpu import PagedAttention, attention_kernels
 from kvist.kernels.dense import Scores
 from kvist.kernels.latent import LatentMemory
+from kvist.kernels.portable import PortableAttention
 from kvist.kernels.sharing import sharing_order
 from kvist.kernels.spans import Span
 from kvist.model.decoder import Decoder, Step
@@ -137,12 +138,12 @@ class Runner:
         nets = [net for layer in group.layers for net in decoder.network.blocks[layer].attention]
         (scores,) = {Scores(scale=net.scale, softcap=net.softcap) for net in nets}
         (repeats,) = {net.heads // net.kv_heads for net in nets}
-        kernels = decoder.kernels
-        if any(net.sinks for net in nets) or kernels is None:
-            return PagedMemory(store, scores, decoder.dtype)
-        if not PagedAttention.suits(store, decoder.dtype, repeats):
-            return PagedMemory(store, scores, decoder.dtype)
-        return PagedAttention(kernels, store, scores, repeats)
+        kernels = attention_kernels(decoder.dtype)
+        if kernels is not None:
+            kind = PortableAttention if kernels.name == "portable" else PagedAttention
+            if kind.suits(store, decoder.dtype, repeats) and (kind.sinks or not any(net.sinks for net in nets)):
+                return kind(kernels, store, scores, repeats)
+        return PagedMemory(store, scores, decoder.dtype)
 
     def _offset(self, group: int, block: int) -> int:
         slab, place = divmod(block, self.layout.blocks_per_slab[group])

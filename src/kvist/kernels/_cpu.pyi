@@ -5,6 +5,7 @@ _Numbers = npt.NDArray[np.int64]
 
 def has_avx512() -> bool: ...
 def ask_for_amx() -> bool: ...
+def portable_builds() -> list[int]: ...
 def borrow_threads(start: int, threads: int, /) -> None: ...
 
 class Geometry:
@@ -38,8 +39,22 @@ class Plan:
         start: _Numbers,
         count: _Numbers,
         runs: _Numbers,
+        threads: int = 0,
     ) -> None: ...
     def attend(self, amx: bool, arena: int, q: int, q_stride: int, kv: int, kv_stride: int, out: int, /) -> None: ...
+    def attend_anywhere(
+        self,
+        build: int,
+        type: int,
+        arena: int,
+        q: int,
+        q_stride: int,
+        kv: int,
+        kv_stride: int,
+        sinks: int,
+        out: int,
+        /,
+    ) -> None: ...
 
 class Matrix:
     def __init__(self, *, outputs: int, inputs: int, bits: int, result: int) -> None: ...

@@ -2,10 +2,12 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
 
 #include <vector>
 
 #include "cpu.h"
+#include "cpu_portable.h"
 
 #if defined(__x86_64__) && defined(__linux__)
 #include <cpuid.h>
@@ -59,6 +61,12 @@ NB_MODULE(_cpu, m) {
     using namespace kvist;
     m.def("has_avx512", &has_avx512);
     m.def("ask_for_amx", &ask_for_amx);
+    m.def("portable_builds", [] {
+        std::vector<int> builds{0};
+        if (portable::avx2::supported()) builds.push_back(1);
+        if (portable::avx512::supported()) builds.push_back(2);
+        return builds;
+    });
     // What Python's caches hold lives until the process ends, and is no leak to report.
     nb::set_leak_warnings(false);
     m.def("borrow_threads", [](std::uintptr_t start, int threads) {
@@ -82,7 +90,7 @@ NB_MODULE(_cpu, m) {
         .def("__init__",
              [](Plan* self, const Geometry& geometry, float scale, float softcap, std::int64_t window,
                 const Numbers& blocks, const Numbers& begin, const Numbers& start, const Numbers& count,
-                const Numbers& runs) {
+                const Numbers& runs, int threads) {
                  new (self) Plan{};
                  self->geometry = geometry;
                  self->scale = scale;
@@ -91,15 +99,29 @@ NB_MODULE(_cpu, m) {
                  std::vector<Run> shared;
                  for (std::size_t i = 0; i + 4 <= runs.size(); i += 4)
                      shared.push_back({runs(i), runs(i + 1), runs(i + 2), runs(i + 3)});
-                 make_plan(*self, {copied(blocks), copied(begin), copied(start), copied(count)}, shared, team.threads());
+                 make_plan(*self, {copied(blocks), copied(begin), copied(start), copied(count)}, shared,
+                           threads > 0 ? threads : team.threads());
              },
              nb::kw_only(), "geometry"_a, "scale"_a, "softcap"_a, "window"_a, "blocks"_a, "begin"_a, "start"_a,
-             "count"_a, "runs"_a)
+             "count"_a, "runs"_a, "threads"_a = 0)
         .def("attend",
              [](Plan& self, bool amx, std::uintptr_t arena, std::uintptr_t q, std::int64_t q_stride, std::uintptr_t kv,
                 std::int64_t kv_stride, std::uintptr_t out) {
                  avx512::attend(self, team, amx, at<char>(arena), at<bf16>(q), q_stride, at<bf16>(kv), kv_stride,
                                 at<bf16>(out));
+             },
+             nb::call_guard<nb::gil_scoped_release>())
+        .def("attend_anywhere",
+             [](Plan& self, int build, int type, std::uintptr_t arena, std::uintptr_t q, std::int64_t q_stride,
+                std::uintptr_t kv, std::int64_t kv_stride, std::uintptr_t sinks, std::uintptr_t out) {
+                 const portable::Call call{static_cast<portable::Type>(type), at<char>(arena), at<void>(q), q_stride,
+                                           at<void>(kv), kv_stride, at<float>(sinks), at<void>(out)};
+                 if (build == 2)
+                     portable::avx512::attend(self, team, call);
+                 else if (build == 1)
+                     portable::avx2::attend(self, team, call);
+                 else
+                     portable::baseline::attend(self, team, call);
              },
              nb::call_guard<nb::gil_scoped_release>());
     nb::class_<Matrix>(m, "Matrix")

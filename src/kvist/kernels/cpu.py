@@ -26,13 +26,13 @@ from kvist.store.layouts import PagedKV
 _log = logging.getLogger("kvist")
 
 _VARIABLE = "KVIST_KERNELS"
-_CHOICES = ("auto", "amx", "avx512", "torch")
+_CHOICES = ("auto", "amx", "avx512", "portable", "torch")
 
 # cpu_attention.cpp: kMaxDim, and kMaxTiles of 16 queries.
 _MOST_DIM = 256
 _MOST_REPEATS = 256
-# Numbers of cpu.h: Codec.
 CODECS = {name: number for number, name in enumerate(("bf16", "f16", "f32", "fp8", "int8", "int4", "int4a"))}
+"""The codecs that are read, by their numbers in cpu.h."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +40,14 @@ class Cpu:
     """The compiled kernels, ready to run.
 
     Attributes:
-        name: ``amx`` or ``avx512``.
+        name: ``amx``, ``avx512`` or ``portable``.
         module: the extension.
+        build: of the portable kernels: 0 for what every processor of the architecture has, 1 for AVX2, 2 for AVX-512.
     """
 
     name: str
     module: Any
+    build: int = 0
 
     @property
     def amx(self) -> bool:
@@ -103,15 +105,16 @@ class Cpu:
 
 
 def cpu() -> Cpu | None:
-    """Return the kernels that suit this machine; None where there are none.
+    """Return the kernels of all operators in bf16 that suit this machine; None where there are none.
 
-    The environment variable ``KVIST_KERNELS`` chooses: ``auto``, which empty means too, ``amx``, ``avx512``, or
-    ``torch`` for none.
+    The environment variable ``KVIST_KERNELS`` chooses: ``auto``, which empty means too, ``amx``, ``avx512``,
+    ``portable`` for attention alone, on any processor and in any type, or ``torch`` for none.
 
     Raises:
         InputError: the variable asks for something else, or for what this machine cannot do.
     """
-    return _chosen(_choice())
+    chosen = _chosen(_choice())
+    return None if chosen is None or chosen.name == "portable" else chosen
 
 
 def kernels_of(dtype: torch.dtype) -> Cpu | None:
@@ -126,6 +129,25 @@ def kernels_of(dtype: torch.dtype) -> Cpu | None:
     return None
 
 
+def attention_kernels(dtype: torch.dtype) -> Cpu | None:
+    """Return the kernels that attend in this type; None where PyTorch's operators are to.
+
+    Those of :func:`kernels_of`; else the portable ones, which decode in half of PyTorch's time and less, and take about
+    as long over prompts, where they were compiled for more than every processor has (LOG.md has the figures).
+
+    Raises:
+        InputError: as :func:`kernels_of`.
+    """
+    choice = _choice()
+    if choice == "portable":
+        return _chosen(choice)
+    found = kernels_of(dtype)
+    if found is None and choice == "auto" and _chosen(choice) is not None:
+        portable = _chosen("portable")
+        return portable if portable is not None and portable.build > 0 else None
+    return found
+
+
 def _choice() -> str:
     choice = os.environ.get(_VARIABLE) or "auto"
     if choice not in _CHOICES:
@@ -138,30 +160,27 @@ def _chosen(choice: str) -> Cpu | None:
     if choice == "torch":
         return None
     found = _module()
-    if found is None and _could():
+    if found is None:
         _log.warning(
             "the C++ kernels were not built when kvist was installed (no compiler?): PyTorch's operators serve, and "
-            "prompts and answers in bf16 take about twice as long"
+            "prompts and answers take up to twice as long"
         )
-    kinds = [] if found is None or not found.has_avx512() else ["avx512"]
-    if kinds and choice != "avx512" and found.ask_for_amx():
-        kinds.insert(0, "amx")
+    kinds = [] if found is None else ["portable"]
+    if found is not None and found.has_avx512():
+        kinds.insert(0, "avx512")
+        if choice not in ("avx512", "portable") and found.ask_for_amx():
+            kinds.insert(0, "amx")
     if choice != "auto" and choice not in kinds:
         raise InputError(
             f"{_VARIABLE}: {choice!r} is not to be had here; choose one of {', '.join([*kinds, 'torch'])}",
             key=_VARIABLE,
         )
-    if found is None or not kinds:
+    if found is None:
         return None
-    kernels = Cpu(name=kinds[0] if choice == "auto" else choice, module=found)
+    name = kinds[0] if choice == "auto" else choice
+    kernels = Cpu(name=name, module=found, build=max(found.portable_builds()))
     kernels.follow_threads()
     return kernels
-
-
-def _could() -> bool:
-    """Whether this processor has what the kernels need, as far as PyTorch tells."""
-    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    return bool(supported and supported())
 
 
 def _module() -> Any:
@@ -194,6 +213,11 @@ class PagedAttention:
         scores: scale and cap.
         repeats: query heads of a KV head.
     """
+
+    # For how many threads long contexts are cut; 0 for as many as there are.
+    threads = 0
+    # Whether sinks take part.
+    sinks = False
 
     def __init__(self, kernels: Cpu, store: PagedKV, scores: Scores, repeats: int) -> None:
         self.kernels = kernels
@@ -263,6 +287,7 @@ class PagedPlan:
             runs=np.array(
                 [(run.first_span, run.end_span, run.first_block, run.end_block) for run in runs], np.int64
             ).ravel(),
+            threads=memory.threads,
         )
 
     def attend(self, slot: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:

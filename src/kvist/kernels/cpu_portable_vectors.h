@@ -1,0 +1,271 @@
+// Vectors of eight or sixteen floats as the compilers know them on every processor, and the loops of attention over
+// them. Included inside a namespace, once a build, which says KVIST_LANES.
+
+#define KVIST_INLINE static inline __attribute__((always_inline))
+
+constexpr int kLanes = KVIST_LANES;
+
+typedef float Floats __attribute__((vector_size(4 * KVIST_LANES)));
+typedef float Eight __attribute__((vector_size(32)));
+typedef float Four __attribute__((vector_size(16)));
+typedef std::int32_t Ints __attribute__((vector_size(4 * KVIST_LANES)));
+typedef std::uint32_t Bits __attribute__((vector_size(4 * KVIST_LANES)));
+typedef std::uint16_t Halves __attribute__((vector_size(2 * KVIST_LANES)));
+typedef std::int8_t Bytes __attribute__((vector_size(KVIST_LANES)));
+typedef std::uint8_t Codes __attribute__((vector_size(KVIST_LANES)));
+
+#if KVIST_LANES == 16
+KVIST_INLINE Floats all(float x) { return Floats{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+#else
+KVIST_INLINE Floats all(float x) { return Floats{x, x, x, x, x, x, x, x}; }
+#endif
+KVIST_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+KVIST_INLINE Floats load(const float* p) {
+    Floats x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+KVIST_INLINE void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
+
+// ---- numbers of other types -----------------------------------------------------------------------------------------
+
+KVIST_INLINE float float_of(std::uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+KVIST_INLINE std::uint32_t bits_of(float x) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+KVIST_INLINE Bits load_halves(const void* p) {
+    Halves x;
+    std::memcpy(&x, p, sizeof x);
+    return __builtin_convertvector(x, Bits);
+}
+KVIST_INLINE Bits load_codes(const void* p) {
+    Codes x;
+    std::memcpy(&x, p, sizeof x);
+    return __builtin_convertvector(x, Bits);
+}
+KVIST_INLINE Floats load_signed(const void* p) {
+    Bytes x;
+    std::memcpy(&x, p, sizeof x);
+    return __builtin_convertvector(__builtin_convertvector(x, Ints), Floats);
+}
+// Small integers: signed conversion is one instruction.
+KVIST_INLINE Floats numbers(Bits x) { return __builtin_convertvector((Ints)x, Floats); }
+
+KVIST_INLINE Floats load_bf16(const void* p) { return (Floats)(load_halves(p) << 16); }
+
+// A number of `kMantissa` bits after a sign and an exponent whose bias is `kBias`, in the lowest bits. Subnormal ones go
+// by way of a normal one: multiplying float32's own subnormals takes some processors a hundred cycles.
+template <int kMantissa, int kBias, std::uint32_t kSign>
+KVIST_INLINE Floats widened(Bits x) {
+    const Bits rest = (x & (kSign - 1)) << (23 - kMantissa);
+    const Bits normal = rest + (std::uint32_t{127 - kBias} << 23);
+    const Floats low = (Floats)(rest + (std::uint32_t{128 - kBias} << 23)) - float_of(std::uint32_t{128 - kBias} << 23);
+    const Bits chosen = (rest >> 23) == 0 ? (Bits)low : normal;
+    return (Floats)(chosen | (x & kSign) << (kSign == 0x80 ? 24 : 16));
+}
+
+KVIST_INLINE Floats load_f16(const void* p) {
+#if KVIST_LANES == 16
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+#elif KVIST_F16C
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+#else
+    return widened<10, 15, 0x8000>(load_halves(p));
+#endif
+}
+
+// e4m3 without infinities.
+KVIST_INLINE Floats load_fp8(const void* p) { return widened<3, 7, 0x80>(load_codes(p)); }
+
+KVIST_INLINE float of_f16(std::uint16_t half) {
+    const std::uint32_t rest = static_cast<std::uint32_t>(half & 0x7fff) << 13;
+    const float low = float_of(rest + (113u << 23)) - 0x1p-14f;
+    const std::uint32_t bits = rest < 1u << 23 ? bits_of(low) : rest + (112u << 23);
+    return float_of(bits | static_cast<std::uint32_t>(half & 0x8000) << 16);
+}
+KVIST_INLINE float of_f16_at(const char* p) {
+    std::uint16_t half;
+    std::memcpy(&half, p, sizeof half);
+    return of_f16(half);
+}
+
+// To the nearest, to even from the middle; what is too large saturates.
+KVIST_INLINE std::uint16_t to_f16(float x) {
+    const std::uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
+    if (rest >= bits_of(65504.0f)) return static_cast<std::uint16_t>(sign | 0x7bff);
+    // Adding what has 2^-24 as its last place rounds to it.
+    if (rest < 113u << 23) return static_cast<std::uint16_t>(sign | (bits_of(float_of(rest) + 0.5f) - bits_of(0.5f)));
+    return static_cast<std::uint16_t>(sign | (rest - (112u << 23) + 0xfff + (rest >> 13 & 1)) >> 13);
+}
+KVIST_INLINE std::uint16_t to_bf16(float x) {
+    const std::uint32_t bits = bits_of(x);
+    return static_cast<std::uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+KVIST_INLINE std::uint8_t to_fp8(float x) {
+    const std::uint32_t bits = bits_of(x), sign = bits >> 24 & 0x80, rest = bits & 0x7fffffff;
+    if (rest >= bits_of(448.0f)) return static_cast<std::uint8_t>(sign | 0x7e);
+    // The last place of 2^14 is 2^-9, that of the subnormal ones.
+    if (rest < 121u << 23) return static_cast<std::uint8_t>(sign | (bits_of(float_of(rest) + 0x1p14f) - bits_of(0x1p14f)));
+    return static_cast<std::uint8_t>(sign | (rest - (120u << 23) + 0x7ffff + (rest >> 20 & 1)) >> 20);
+}
+
+// ---- functions ------------------------------------------------------------------------------------------------------
+
+// Adding it leaves an integer of up to 22 bits in the lowest bits, rounded to the nearest, to even from the middle.
+constexpr float kRounder = 0x1.8p23f;
+
+// Two to the power of x <= 0, relative error below 2e-7; below 2^-125 it is 0.
+KVIST_INLINE Floats exp2(Floats x) {
+    const Floats shifted = larger(x, all(-125.0f)) + kRounder;
+    const Floats f = larger(x, all(-125.0f)) - (shifted - kRounder);
+    // Taylor's series of 2^f on [-0.5, 0.5].
+    Floats p = f * 1.5403530e-4f + 1.3333558e-3f;
+    p = p * f + 9.6181291e-3f;
+    p = p * f + 5.5504109e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.0f;
+    const Floats result = (Floats)((Bits)p + ((Bits)shifted << 23));
+    return x < -125.0f ? Floats{} : result;
+}
+
+KVIST_INLINE Floats tanh(Floats x) {
+    const Floats magnitude = x < 0.0f ? -x : x;
+    const Floats e = exp2(magnitude * -2.8853901f);
+    const Floats result = (1.0f - e) / (1.0f + e);
+    return x < 0.0f ? -result : result;
+}
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define KVIST_SHUFFLES 1
+#endif
+#endif
+
+#if KVIST_SHUFFLES
+KVIST_INLINE Eight folded(Eight x) { return x; }
+#if KVIST_LANES == 16
+KVIST_INLINE Eight folded(Floats x) {
+    return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+           __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+#endif
+#endif
+
+// The sums of the lanes of four vectors.
+KVIST_INLINE Four sums_of(Floats one, Floats two, Floats three, Floats four) {
+#if KVIST_SHUFFLES
+    const Eight a = folded(one), b = folded(two), c = folded(three), d = folded(four);
+    const Eight ab = __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13) +
+                     __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+    const Eight cd = __builtin_shufflevector(c, d, 0, 8, 1, 9, 4, 12, 5, 13) +
+                     __builtin_shufflevector(c, d, 2, 10, 3, 11, 6, 14, 7, 15);
+    const Eight sums = __builtin_shufflevector(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) +
+                       __builtin_shufflevector(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
+    return __builtin_shufflevector(sums, sums, 0, 1, 2, 3) + __builtin_shufflevector(sums, sums, 4, 5, 6, 7);
+#else
+    Four sums = {};
+    for (int lane = 0; lane < kLanes; ++lane) sums += Four{one[lane], two[lane], three[lane], four[lane]};
+    return sums;
+#endif
+}
+KVIST_INLINE float sum_of(Floats a) { return sums_of(a, a, a, a)[0]; }
+KVIST_INLINE float largest_of(Floats a) {
+    float most = a[0];
+    for (int lane = 1; lane < kLanes; ++lane) most = a[lane] > most ? a[lane] : most;
+    return most;
+}
+
+// ---- products -------------------------------------------------------------------------------------------------------
+
+// C [kRows, n] (+)= A [kRows, k] x B^T, B [n, k]; n a multiple of 4, k of 8. Strides in floats.
+template <int kRows, bool kAdd>
+KVIST_INLINE void dots_of(const float* a, int a_stride, const float* b, int b_stride, int n, int k, float* c,
+                          int c_stride) {
+    for (int j = 0; j < n; j += 4, b += 4 * b_stride) {
+        Floats sum[kRows][4] = {};
+        for (int i = 0; i < k; i += kLanes) {
+            Floats right[4];
+            for (int m = 0; m < 4; ++m) right[m] = load(b + m * b_stride + i);
+            for (int r = 0; r < kRows; ++r) {
+                const Floats left = load(a + r * a_stride + i);
+                for (int m = 0; m < 4; ++m) sum[r][m] += left * right[m];
+            }
+        }
+        for (int r = 0; r < kRows; ++r) {
+            Four found = sums_of(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
+            float* to = c + r * c_stride + j;
+            if (kAdd) {
+                Four before;
+                std::memcpy(&before, to, sizeof before);
+                found += before;
+            }
+            std::memcpy(to, &found, sizeof found);
+        }
+    }
+}
+
+// The same for any number of rows: three at a time fill sixteen registers best.
+template <bool kAdd>
+static void dots(const float* a, int rows, int a_stride, const float* b, int b_stride, int n, int k, float* c,
+                 int c_stride) {
+    while (rows > 0) {
+        const int some = rows == 4 ? 2 : rows < 3 ? rows : 3;
+        if (some == 3) dots_of<3, kAdd>(a, a_stride, b, b_stride, n, k, c, c_stride);
+        if (some == 2) dots_of<2, kAdd>(a, a_stride, b, b_stride, n, k, c, c_stride);
+        if (some == 1) dots_of<1, kAdd>(a, a_stride, b, b_stride, n, k, c, c_stride);
+        rows -= some;
+        a += some * a_stride;
+        c += some * c_stride;
+    }
+}
+
+// C [kRows, kLanes x kWide] += A [kRows, k] x B, B [k, …].
+template <int kRows, int kWide>
+KVIST_INLINE void add_rows_of(const float* a, int a_stride, const float* b, int b_stride, int k, float* c,
+                              int c_stride) {
+    Floats sum[kRows][kWide];
+    for (int r = 0; r < kRows; ++r)
+        for (int m = 0; m < kWide; ++m) sum[r][m] = load(c + r * c_stride + m * kLanes);
+    for (int i = 0; i < k; ++i) {
+        Floats right[kWide];
+        for (int m = 0; m < kWide; ++m) right[m] = load(b + i * b_stride + m * kLanes);
+        for (int r = 0; r < kRows; ++r) {
+            const Floats left = all(a[r * a_stride + i]);
+            for (int m = 0; m < kWide; ++m) sum[r][m] += left * right[m];
+        }
+    }
+    for (int r = 0; r < kRows; ++r)
+        for (int m = 0; m < kWide; ++m) store(c + r * c_stride + m * kLanes, sum[r][m]);
+}
+
+template <int kRows>
+KVIST_INLINE void add_rows_wide(const float* a, int a_stride, const float* b, int b_stride, int n, int k, float* c,
+                                int c_stride) {
+    constexpr int kLeast = 16 / kLanes;
+    int j = 0;
+    for (; j + 4 * kLanes <= n; j += 4 * kLanes) add_rows_of<kRows, 4>(a, a_stride, b + j, b_stride, k, c + j, c_stride);
+    for (; j < n; j += kLeast * kLanes) add_rows_of<kRows, kLeast>(a, a_stride, b + j, b_stride, k, c + j, c_stride);
+}
+
+// C [rows, n] += A [rows, k] x B, B [k, n]; n a multiple of 16.
+static void add_rows(const float* a, int rows, int a_stride, const float* b, int b_stride, int n, int k, float* c,
+                     int c_stride) {
+    while (rows > 0) {
+        const int some = rows == 4 ? 2 : rows < 3 ? rows : 3;
+        if (some == 3) add_rows_wide<3>(a, a_stride, b, b_stride, n, k, c, c_stride);
+        if (some == 2) add_rows_wide<2>(a, a_stride, b, b_stride, n, k, c, c_stride);
+        if (some == 1) add_rows_wide<1>(a, a_stride, b, b_stride, n, k, c, c_stride);
+        rows -= some;
+        a += some * a_stride;
+        c += some * c_stride;
+    }
+}
