@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: serve test setup check lint types layers docs wheel test-slow clean
+.PHONY: serve test setup check lint types layers docs wheel sanitize sanitize-quick test-slow clean
 
 serve: setup
 	$(BIN)/kvist serve
@@ -25,7 +25,7 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard src/kvist/kerne
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-check: setup lint types layers docs wheel
+check: setup lint types layers docs wheel sanitize-quick
 
 lint: setup
 	$(BIN)/ruff check .
@@ -48,6 +48,13 @@ wheel: setup
 	build/wheel/venv/bin/python -m pip install --quiet --constraint constraints.txt build/wheel/*.whl
 	cd build/wheel && venv/bin/kvist plan smollm2-135m --cache-memory 1GiB --json > plan.json
 	cd build/wheel && venv/bin/python -c "import importlib.util as u, kvist; kvist.ModelSpec; assert not u.find_spec('torch')"
+
+# The C++ kernels under ASan and UBSan; where the compiler has neither, that is said.
+sanitize: setup
+	$(BIN)/python tools/sanitize.py
+
+sanitize-quick: setup
+	$(BIN)/python tools/sanitize.py --quick
 
 clean:
 	rm -rf build dist $(VENV)
