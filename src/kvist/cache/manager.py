@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvist.cache.arena import Arena, Ids
+from kvist.cache.checkpointing import Checkpointing
 from kvist.cache.checkpoints import Checkpoint
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
@@ -85,7 +86,7 @@ class CacheManager:
         self.prefix_cache = prefix_cache and not encoder and not (self._states and max_checkpoints == 0)
         self.block_tokens = min(group.block_tokens for group in self.groups)
         self.unit_tokens = unit_of(self.groups)
-        self._every = -(-checkpoint_every // self.unit_tokens) * self.unit_tokens if checkpoint_every else None
+        self._checkpointing = Checkpointing(self, checkpoint_every)
         self._checkpointed = self.prefix_cache and bool(self._states)
         self.tiers = TierStack(tiers, self.groups, self.unit_tokens) if tiers else None
         self.tree.tiers = self.tiers
@@ -119,7 +120,7 @@ class CacheManager:
             saved = match.nodes[-1].checkpoint if match.nodes and not behind else None
         limit = min(sequence.size, stored + budget)
         if self._checkpointed and sequence.shared:
-            limit = self._stop(sequence, stored, limit, parting)
+            limit = self._checkpointing.stop(sequence, stored, limit, parting)
         found = behind.tables if behind else match.blocks if match else None
         have = found or sequence.tables
         wanted = [group.all_blocks(limit) - table.size for group, table in zip(self.groups, have, strict=True)]
@@ -149,7 +150,7 @@ class CacheManager:
             if self.tiers:
                 # Before the device reclaims anything, which may make the tiers evict what was found.
                 self._load(sequence, behind)
-        self._free_up(wanted)
+        self.free_up(wanted)
         for group, count in enumerate(wanted):
             if count > 0:
                 new = self.arena.take(group, count)
@@ -158,7 +159,7 @@ class CacheManager:
             elif found:
                 # The match's arrays may be views of the tree's.
                 sequence.tables[group] = sequence.tables[group].copy()
-        copies = self._resume(sequence, saved) if saved else ()
+        copies = self._checkpointing.resume(sequence, saved) if saved else ()
         sequence.in_flight = limit - sequence.length
         sequence.room = self._room(sequence)
         self._publish_new(sequence, limit)
@@ -235,99 +236,7 @@ class CacheManager:
             ]
         return max(wanted) <= 0 or self.arena.could_take(wanted, revived)
 
-    def _resume(self, sequence: Sequence, saved: Checkpoint) -> list[BlockCopy]:
-        """Let a sequence go on from a checkpoint: with copies in its own blocks, or with the blocks themselves."""
-        checkpoints = self.tree.checkpoints
-        if not sequence.tables[self._states[0]].size:
-            blocks = checkpoints.strip(saved)
-            for group, ids in zip(self._states, blocks, strict=True):
-                sequence.tables[group] = ids
-            checkpoints.give_back(blocks)
-            return []
-        self._pass_by(saved)
-        for group, ids in zip(self._states, saved.blocks, strict=True):
-            self.arena.drop(group, ids)
-        return self._copies(saved.blocks, [sequence.tables[group] for group in self._states])
-
-    def _pass_by(self, checkpoint: Checkpoint) -> None:
-        """A second sequence has come to it: it belongs to neither, and others may come."""
-        checkpoint.moves = False
-        self.tree.checkpoints.use(checkpoint, self.tree.clock)
-
-    def _copies(self, sources: Seq[Ids], targets: Seq[Ids]) -> list[BlockCopy]:
-        """Of all blocks of the state groups."""
-        return [
-            BlockCopy(group, source, target)
-            for group, olds, news in zip(self._states, sources, targets, strict=True)
-            for source, target in zip(olds.tolist(), news.tolist(), strict=True)
-        ]
-
-    def _stop(self, sequence: Sequence, stored: int, limit: int, parting: int) -> int:
-        """Cut ``limit`` where the next checkpoint of a prompt is due."""
-        stop = self._last_stop(sequence)
-        if stored < parting < stop:
-            stop = parting
-        if self._every:
-            stop = min(stop, (stored // self._every + 1) * self._every)
-        return stop if stored < stop < limit else limit
-
-    def _last_stop(self, sequence: Sequence) -> int:
-        """The last boundary at which a repeat of a prompt can begin: it computes one token at least."""
-        return (sequence.prompt_size - 1) // self.unit_tokens * self.unit_tokens
-
-    def _is_stop(self, sequence: Sequence, length: int) -> bool:
-        """Whether a checkpoint is due at ``length``: at the points of :meth:`_stop`, and along an answer."""
-        return length % self.unit_tokens == 0 and (
-            length >= self._last_stop(sequence)
-            or length == sequence.parting
-            or (self._every is not None and length % self._every == 0)
-        )
-
-    def _checkpoint(self, sequence: Sequence) -> list[BlockCopy]:
-        """Keep a copy of the states that a sequence has reached, if there is memory for it that nobody else uses."""
-        checkpoints, length = self.tree.checkpoints, sequence.length
-        trailing = sequence.trailing
-        if trailing is not None and (trailing.node is None or not trailing.moves):
-            trailing = sequence.trailing = None
-        moves = length >= sequence.prompt_size and not (self._every and length % self._every == 0)
-        last = sequence.node
-        if last is not None and last.end == length and last.checkpoint:
-            self._pass_by(last.checkpoint)
-            return []
-        blocks = checkpoints.strip(trailing) if trailing else self._checkpoint_blocks()
-        if blocks is None:
-            return []
-        sequence.trailing = None
-        if trailing and last is not None and last.users == 1 and not last.children and last.end == sequence.published:
-            self.tree.lengthen(last, sequence.tokens, sequence.tables, length)
-            sequence.published = length
-        else:
-            self._publish(sequence, length)
-        self.tree.seal(sequence.node)
-        node = sequence.node
-        assert node is not None
-        assert node.end == length
-        if node.checkpoint:
-            self._pass_by(node.checkpoint)
-            checkpoints.give_back(blocks)
-            return []
-        kept = checkpoints.put(node, blocks, self.tree.clock, moves=moves)
-        if moves:
-            sequence.trailing = kept
-        elif self.tiers:
-            self.tiers.sealed(self.tree, node)
-        return self._copies([sequence.tables[group] for group in self._states], blocks)
-
-    def _checkpoint_blocks(self) -> list[Ids] | None:
-        checkpoints = self.tree.checkpoints
-        if checkpoints.most is not None and len(checkpoints) >= checkpoints.most:
-            self.tree.reclaim_checkpoint()
-        if not self.arena.could_take(checkpoints.wanted, [NO_BLOCKS] * len(self.groups)):
-            return None
-        self._free_up(checkpoints.wanted)
-        return checkpoints.take()
-
-    def _free_up(self, wanted: list[int]) -> None:
+    def free_up(self, wanted: list[int]) -> None:
         """Reclaim cached blocks until all groups can take ``wanted``, which :meth:`Arena.could_take` has promised."""
         while (shortage := self.arena.shortage(wanted)) > 0:
             if len(wanted) > 1 and self.arena.collect_slabs():
@@ -345,9 +254,10 @@ class CacheManager:
             and end > start
             and not self.tree.has_edge(sequence.key, sequence.node, sequence.tokens, start)
         ):
-            self._publish(sequence, end)
+            self.publish(sequence, end)
 
-    def _publish(self, sequence: Sequence, end: int) -> None:
+    def publish(self, sequence: Sequence, end: int) -> None:
+        """Give the tree a sequence's first ``end`` tokens, whole units, and let it use the tree's blocks of them."""
         if self.prefix_cache and sequence.shared and end > sequence.published:
             sequence.node = self.tree.insert(
                 sequence.key, sequence.node, sequence.tokens, sequence.tables, sequence.published, end
@@ -364,7 +274,7 @@ class CacheManager:
         sequence.in_flight = 0
         if sequence.published < length <= sequence.prompt_size:
             # The tree had this run, or part of it, under other blocks: share them from now on.
-            self._publish(sequence, length // self.unit_tokens * self.unit_tokens)
+            self.publish(sequence, length // self.unit_tokens * self.unit_tokens)
         if sequence.node is not None and not sequence.node.sealed:
             self.tree.seal(sequence.node)
         for group in self._windowed:
@@ -376,8 +286,8 @@ class CacheManager:
                 sequence.given_back[group] = first
                 self.arena.drop(group, dead)
                 self.tree.mark_stale(sequence.node)
-        if self._checkpointed and sequence.shared and self._is_stop(sequence, length):
-            return self._checkpoint(sequence)
+        if self._checkpointed and sequence.shared and self._checkpointing.is_due(sequence, length):
+            return self._checkpointing.take(sequence)
         return ()
 
     def commit_all(self, sequences: Seq[Sequence]) -> list[BlockCopy]:
@@ -402,7 +312,7 @@ class CacheManager:
         self.forget_swapped(sequence)
         stored = not sequence.in_flight
         if keep and stored and not self._states:
-            self._publish(sequence, sequence.length // self.unit_tokens * self.unit_tokens)
+            self.publish(sequence, sequence.length // self.unit_tokens * self.unit_tokens)
             self.tree.seal(sequence.node)
         for group, table in enumerate(sequence.tables):
             start = sequence.given_back[group]
@@ -486,7 +396,7 @@ class CacheManager:
         for group, table in enumerate(sequence.tables):
             self.arena.share(group, table[sequence.given_back[group] : table.size - wanted[group]])
             twin.tables[group] = table.copy()
-        self._free_up(wanted)
+        self.free_up(wanted)
         copies = []
         for group, count in enumerate(wanted):
             if count:
