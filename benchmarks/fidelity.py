@@ -1,23 +1,24 @@
 """What every format does to a model's answers: divergence from the unquantised cache, agreement, perplexity.
 
-    python benchmarks/fidelity.py [--model smollm2-135m] [--tokens 2048] [--write]
+    python benchmarks/fidelity.py [--model smollm2-135m] [--tokens 2048] [--pairs int8/int4 …] [--write]
 
 Two texts are read from an empty cache, the beginnings of two files, with the cache in bf16 and in each format, with and
-without rotation (``kvist.evaluate``). ``--write`` puts the numbers of this model into ``src/kvist/spec/fidelity.json``,
-from which ``kvist formats`` shows them.
+without rotation (``kvist.evaluate``). ``--write`` puts the numbers into ``src/kvist/spec/fidelity.json`` as they come,
+in the place of those of the same model and format; ``kvist formats`` shows them from there.
 """
 
 import argparse
 import gzip
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from kvist.engine.engine import with_weights
 from kvist.engine.tokenizer import Tokenizer
 from kvist.evaluate import drift
-from kvist.spec.fidelity import Fidelity, measured
+from kvist.spec.fidelity import Fidelity, read_measured
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
 
@@ -33,18 +34,18 @@ PAIRS = (
 TOGETHER = 5
 
 
-def rows(model: str, tokens: int, names: list[str]) -> list[Fidelity]:
-    """Measure all formats."""
+def rows(model: str, tokens: int, names: list[str], pairs: list[tuple[str, str]]) -> Iterator[list[Fidelity]]:
+    """Measure these pairs, with and without rotation; as many formats at a time as fit together."""
     spec = with_weights(ModelSpec.read(model))
     tokenizer = Tokenizer.read(spec)
     texts = []
     for name in names:
         text = gzip.decompress((TEXTS / name).read_bytes()).decode()[: 12 * tokens]
         texts.append(tokenizer.encode(text)[:tokens])
-    formats = [CacheFormat(key=key, value=value, rotate=turned) for key, value in PAIRS for turned in (False, True)]
-    found = []
+    formats = [CacheFormat(key=key, value=value, rotate=turned) for key, value in pairs for turned in (False, True)]
     for begin in range(0, len(formats), TOGETHER):
         started = time.perf_counter()
+        found = []
         for each in drift(spec, texts, formats[begin : begin + TOGETHER], dtype="bf16"):
             found.append(
                 Fidelity(
@@ -63,7 +64,23 @@ def rows(model: str, tokens: int, names: list[str]) -> list[Fidelity]:
                 f"{each.perplexity_ratio - 1:+.2%} | {time.perf_counter() - started:.0f} |",
                 flush=True,
             )
-    return found
+        yield found
+
+
+def write(found: list[Fidelity]) -> None:
+    """Put these into the package's file: model by model, in the order of ``PAIRS``."""
+
+    def format_of(entry: Fidelity) -> tuple[str, str, str, bool]:
+        return entry.model, entry.key, entry.value, entry.rotate
+
+    entries = {format_of(each): each for each in (*read_measured(FILE), *found)}
+    models = list(dict.fromkeys(model for model, *_ in entries))
+    ordered = sorted(
+        entries.values(),
+        key=lambda each: (models.index(each.model), PAIRS.index((each.key, each.value)), each.rotate),
+    )
+    lines = ",\n".join(json.dumps(asdict(each)) for each in ordered)
+    FILE.write_text(f"[\n{lines}\n]\n")
 
 
 def main() -> None:
@@ -71,16 +88,16 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--tokens", type=int, default=2048, help="of each text")
     parser.add_argument("--texts", nargs="+", default=["paradise_lost.txt.gz", "jargon_file_4.4.7.txt.gz"])
+    parser.add_argument("--pairs", nargs="+", choices=["/".join(pair) for pair in PAIRS], help="only these")
     parser.add_argument("--write", action="store_true", help="into the package's file")
     args = parser.parse_args()
     print(f"{args.model}, {args.tokens:,} tokens each of {', '.join(args.texts)}, computed in bf16\n")
     print("| format | KL, nats | same likeliest | perplexity | against bf16 | seconds |")
     print("|---|---|---|---|---|---|")
-    found = rows(args.model, args.tokens, args.texts)
-    if args.write:
-        kept = [each for each in measured() if each.model != args.model]
-        lines = ",\n".join(json.dumps(asdict(each)) for each in [*kept, *found])
-        FILE.write_text(f"[\n{lines}\n]\n")
+    pairs = [pair for pair in PAIRS if args.pairs is None or "/".join(pair) in args.pairs]
+    for found in rows(args.model, args.tokens, args.texts, pairs):
+        if args.write:
+            write(found)
 
 
 if __name__ == "__main__":

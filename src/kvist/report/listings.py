@@ -10,13 +10,16 @@ from kvist.spec.formats import CODECS, CacheFormat, Codec
 from kvist.units import counted
 
 _UNIT = 32
-# Whose measurements tables show; JSON has those of all.
+# Whose divergence stands beside each codec.
 _MODEL = "smollm2-135m"
 
 
 def format_rows() -> list[dict[str, Any]]:
-    """One row a codec; ``kl`` and ``kl_rotated`` where keys and values are both stored in it, None: not measured."""
-    found = {(entry.key, entry.value, entry.rotate): entry.kl for entry in _shown()}
+    """One row a codec.
+
+    ``kl`` and ``kl_rotated`` are SmolLM2-135M's with keys and values both stored in it; None where not measured.
+    """
+    found = {(entry.key, entry.value, entry.rotate): entry.kl for entry in measured() if entry.model == _MODEL}
     return [
         {
             "name": codec.name,
@@ -68,9 +71,8 @@ def print_formats() -> int:
             ("latents", "in the key codec; in fp8 their rotary elements are in bf16"),
         ]
     )
-    shown = _shown()
-    if shown:
-        _print_measured(shown)
+    for model in dict.fromkeys(entry.model for entry in measured()):
+        _print_measured(model, [entry for entry in measured() if entry.model == model])
     return 0
 
 
@@ -78,11 +80,7 @@ def _stores(codec: Codec) -> str:
     return f"{codec.stores} of {codec.group}" if codec.scale_bytes else codec.stores
 
 
-def _shown() -> list[Fidelity]:
-    return [entry for entry in measured() if entry.model == _MODEL]
-
-
-def _print_measured(found: Sequence[Fidelity]) -> None:
+def _print_measured(model: str, found: Sequence[Fidelity]) -> None:
     """A line a pair of codecs, the largest first, with and without rotation."""
     by_format = {(entry.key, entry.value, entry.rotate): entry for entry in found}
     pairs = list(dict.fromkeys((entry.key, entry.value) for entry in found))
@@ -107,7 +105,7 @@ def _print_measured(found: Sequence[Fidelity]) -> None:
             Column(title="perplexity", number=True),
         ),
         [("/".join(pair), str(_pair_bytes(*pair)), *cells(pair, False), *cells(pair, True)[:2]) for pair in pairs],
-        title=f"Measured: {_MODEL}, {tokens}, against an unquantised cache",
+        title=f"Measured: {model}, {tokens}, against an unquantised cache",
     )
 
 
