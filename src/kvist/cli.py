@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from kvist._version import __version__
 from kvist.cli_streams import drop_output, finish_output, is_output_error, prepare_streams
 from kvist.cli_values import in_options, join_negatives
+from kvist.commands.cartridge import add_cartridge
 from kvist.commands.check import add_check
 from kvist.commands.engine import add_generate, add_serve
 from kvist.commands.listings import add_formats, add_gpus
@@ -185,6 +186,7 @@ def build_parser() -> argparse.ArgumentParser:
         add_trace,
         add_generate,
         add_serve,
+        add_cartridge,
     ):
         add(commands)
     return parser

@@ -3,6 +3,7 @@
 import codecs
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from hashlib import sha256
 from re import Pattern
 from typing import Any
 
@@ -57,6 +58,15 @@ class Tokenizer:
         """
         written = map(self._vocabulary.token_bytes, range(self.vocab_size))
         return max(1, max(map(len, written), default=1) * self._vocabulary.shrinks)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of all that ids write, and of those that begin and end texts."""
+        found = sha256(f"{self.vocab_size} {self.bos_id} {sorted(self.eos_ids)}".encode())
+        for token in range(self.vocab_size):
+            written = self._vocabulary.token_bytes(token)
+            found.update(len(written).to_bytes(4, "little") + written)
+        return found.hexdigest()
 
     def encode(self, text: str, *, special: bool = True, parse_special: bool = True) -> list[int]:
         """Return the ids of ``text``.

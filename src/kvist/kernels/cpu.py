@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvist.errors import InputError
 from kvist.kernels.dense import Scores
+from kvist.kernels.gradients import gradients_wanted
 from kvist.kernels.sharing import shared_runs
 from kvist.kernels.spans import Span, in_chunks
 from kvist.store.layouts import PagedKV
@@ -120,10 +121,12 @@ def cpu() -> Cpu | None:
 def kernels_of(dtype: torch.dtype) -> Cpu | None:
     """Return the kernels that compute in this type: those of :func:`cpu` in bf16, none in others.
 
+    None either where gradients are wanted (:mod:`kvist.kernels.gradients`).
+
     Raises:
         InputError: as :func:`cpu`; in other types the variable must still be one of its choices.
     """
-    if dtype == torch.bfloat16:
+    if dtype == torch.bfloat16 and not gradients_wanted():
         return cpu()
     _choice()
     return None

@@ -10,13 +10,14 @@ from torch import Tensor
 from kvist.cache.groups import Group
 from kvist.errors import UnsupportedModel
 from kvist.kernels.cpu import Cpu, kernels_of
+from kvist.kernels.gradients import gradients_wanted
 from kvist.model.families import network_of
 from kvist.model.feed_forward import feed_forward_of
 from kvist.model.linear import Logits
 from kvist.model.mixers import Pass, Places, mixer_of
 from kvist.model.mixers.places import Plan
 from kvist.model.network import Block, Norm
-from kvist.model.norms import AnyNorm, FusedResidual, LayerNorm, Residual, RMSNorm
+from kvist.model.norms import AnyNorm, FusedResidual, LayerNorm, PlainResidual, Residual, RMSNorm, Stream
 from kvist.model.rotary import Rotary
 from kvist.model.weights import Checkpoint
 from kvist.spec.model import ModelSpec
@@ -42,7 +43,7 @@ class Step:
 
 
 class Decoder:
-    """The network.
+    """The network; built inside :func:`kvist.kernels.gradients.differentiable`, one that gradients pass.
 
     Args:
         spec: names the weights and describes the network.
@@ -59,6 +60,7 @@ class Decoder:
         checkpoint = Checkpoint(spec, dtype, network)
         self.dtype = dtype
         self.kernels: Cpu | None = kernels_of(dtype)
+        self.differentiable = gradients_wanted()
         self.vocab = network.vocab
         hidden = network.hidden
         self.embedding = checkpoint.tensor(network.embedding, (self.vocab, hidden))
@@ -111,8 +113,10 @@ class Decoder:
             rotations=[rotary.tables(step.positions, self.dtype, self.kernels) for rotary in self.rotaries],
             plans=step.plans,
         )
-        stream: Residual | FusedResidual
-        if self.kernels is None or network.wide:
+        stream: Stream
+        if self.differentiable:
+            stream = PlainResidual(x.float() if network.wide else x, self.dtype)
+        elif self.kernels is None or network.wide:
             stream = Residual(x.float() if network.wide else x, self.dtype)
         else:
             stream = FusedResidual(x, self.kernels)
@@ -141,9 +145,7 @@ class Layer:
         self.mlp = None if block.mlp is None else feed_forward_of(checkpoint, block.mlp)
         self.parallel, self.scale = block.parallel, block.scale
 
-    def __call__(
-        self, stream: Residual | FusedResidual, step: Pass, rows: Tensor | None = None
-    ) -> Residual | FusedResidual:
+    def __call__(self, stream: Stream, step: Pass, rows: Tensor | None = None) -> Stream:
         """Add to the stream ``[tokens, hidden]`` and return it; stores what the layer remembers of the tokens.
 
         With ``rows`` nothing but these is computed behind the mixer, and returned.

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvist.kernels.cpu import kernels_of
+from kvist.kernels.gradients import gradients_wanted
 from kvist.kernels.matrix import Matrix, Result
 from kvist.model.packed import FEW_ROWS, Codes, FewRows, can_multiply
 
@@ -30,9 +31,13 @@ _ROWS_HINT = 64
 _FEW_LOGITS = 16
 
 
-@cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether products of this type run on weights in oneDNN's layout."""
+    """Whether products of this type run on weights in oneDNN's layout, which no gradient passes."""
+    return not gradients_wanted() and _has_layout(dtype)
+
+
+@cache
+def _has_layout(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16:
@@ -159,4 +164,4 @@ class Gated:
         return self._product(self.both(x))
 
     def _product(self, both: Tensor) -> Tensor:
-        return self.activation(both[:, : self.width]).mul_(both[:, self.width :])
+        return self.activation(both[:, : self.width]) * both[:, self.width :]

@@ -90,6 +90,31 @@ class Residual:
         return Residual(self.x.index_select(0, index), self.dtype)
 
 
+class PlainResidual:
+    """The same for gradients: nothing is written over that a way back would read.
+
+    Args:
+        x: ``[rows, width]``.
+        dtype: of what norms give.
+    """
+
+    def __init__(self, x: Tensor, dtype: torch.dtype) -> None:
+        self.x = x
+        self.dtype = dtype
+
+    def add(self, change: Tensor, after: AnyNorm | None) -> None:
+        """Add ``[rows, width]``, which goes through ``after`` first where that is there."""
+        self.x = self.x + (change if after is None else after(change))
+
+    def normed(self, norm: AnyNorm | None) -> Tensor:
+        """``norm`` of the stream; without one the stream itself."""
+        return (self.x if norm is None else norm(self.x)).to(self.dtype)
+
+    def rows(self, index: Tensor) -> "PlainResidual":
+        """Some rows of the stream."""
+        return PlainResidual(self.x.index_select(0, index), self.dtype)
+
+
 class FusedResidual:
     """The same on the kernels of the CPU: what is added waits for the norm that follows, and both run as one.
 
@@ -133,3 +158,6 @@ class FusedResidual:
         if self.change is not None:
             rows.add(self.change.index_select(0, index), self.after)
         return rows
+
+
+Stream = Residual | PlainResidual | FusedResidual

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvist.errors import BadFile, InputError, UnsupportedModel
+from kvist.kernels.gradients import gradients_wanted
 from kvist.model.gguf_tensors import GGUFTensors
 from kvist.model.network import Network
 from kvist.model.packed import Codes
@@ -114,9 +115,9 @@ class Checkpoint:
             move: reorders rows, or columns by whole groups; see :meth:`Codes.moved`.
 
         Returns:
-            None where one of them is stored otherwise, or where the compute type is not bf16.
+            None where one of them is stored otherwise, where the compute type is not bf16, or gradients are wanted.
         """
-        if self.dtype != torch.bfloat16:
+        if self.dtype != torch.bfloat16 or gradients_wanted():
             return None
         parts: list[Codes] = []
         for name in names:

@@ -9,12 +9,13 @@ from kvist.cache.groups import Group
 from kvist.kernels.attention import AttentionPlan
 from kvist.kernels.cpu import PagedPlan
 from kvist.kernels.latent import LatentPlan
+from kvist.kernels.segment import ItemsPlan, LatentItemsPlan
 from kvist.model.rotary import FusedRotation, Rotation
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Layer
 from kvist.store.states import StatePlan
 
-Plan = AttentionPlan | PagedPlan | LatentPlan | StatePlan
+Plan = AttentionPlan | PagedPlan | ItemsPlan | LatentPlan | LatentItemsPlan | StatePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +56,16 @@ class Pass:
     rotations: Sequence[Rotation | FusedRotation]
     plans: Sequence[Plan]
 
-    def attention(self, group: int) -> AttentionPlan | PagedPlan:
+    def attention(self, group: int) -> AttentionPlan | PagedPlan | ItemsPlan:
         """The plan of a group whose layers attend."""
         plan = self.plans[group]
-        assert isinstance(plan, AttentionPlan | PagedPlan)
+        assert isinstance(plan, AttentionPlan | PagedPlan | ItemsPlan)
         return plan
 
-    def latents(self, group: int) -> LatentPlan:
+    def latents(self, group: int) -> LatentPlan | LatentItemsPlan:
         """The plan of a group of latents."""
         plan = self.plans[group]
-        assert isinstance(plan, LatentPlan)
+        assert isinstance(plan, LatentPlan | LatentItemsPlan)
         return plan
 
     def states(self, group: int) -> StatePlan:

@@ -1,0 +1,1 @@
+"""Cartridges: a document as a short trained cache (arXiv:2506.06266)."""

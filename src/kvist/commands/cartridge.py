@@ -1,0 +1,261 @@
+"""``kvist cartridge``: a document as a short trained cache."""
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from kvist import cli_values as values
+from kvist.commands.options import MODEL_HELP, add_command, add_json, check_place, print_json
+
+if TYPE_CHECKING:
+    from kvist.cartridges.training import Progress
+
+
+def add_cartridge(commands: Any) -> None:
+    """Add ``kvist cartridge`` and what it does."""
+    command = commands.add_parser(
+        "cartridge",
+        usage="kvist cartridge COMMAND [options]",
+        help="train a document into a short cache, and look at such caches",
+        description="Train a document into a short cache, and look at such caches. A cartridge stands\n"
+        "for its document in `kvist generate` and `kvist serve`: --cartridge NAME=FILE.",
+        epilog="example:\n  kvist cartridge train smollm2-135m manual.txt --tokens 128 --out manual.cartridge",
+    )
+    parts = command.add_subparsers(dest="part", metavar="COMMAND", required=True, prog="kvist cartridge")
+    for add in (_add_train, _add_info, _add_list):
+        add(parts)
+
+
+def _add_train(parts: Any) -> None:
+    command = add_command(
+        parts,
+        "train",
+        run_train,
+        usage="kvist cartridge train MODEL DOCUMENT --tokens P --out FILE [options]",
+        help="train one",
+        description="Train a cartridge: keys and values of P tokens, which begin as those of the\n"
+        "document's first and learn to answer as the model does that reads all of it.",
+        epilog="example:\n  kvist cartridge train smollm2-135m manual.txt --tokens 128 --out manual.cartridge",
+    )
+    command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    command.add_argument("document", metavar="DOCUMENT", help="a file of text")
+    command.add_argument(
+        "--tokens", type=values.tokens(1, 2**20), required=True, metavar="P", help="length; rounded up to blocks of 16"
+    )
+    command.add_argument("-o", "--out", required=True, metavar="FILE", help="where to")
+    length = command.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=values.whole(1, 10**7), metavar="N", help="of training (100)")
+    length.add_argument("--minutes", type=values.number(0, 10**5, above=True), metavar="X", help="of training instead")
+    command.add_argument("--items", type=values.whole(20, 10**6), default=480, metavar="N", help="to learn from (480)")
+    command.add_argument(
+        "--written", type=values.number(0, 1), default=0.4, metavar="X", help="share that the model writes (0.4)"
+    )
+    command.add_argument(
+        "--chunk", type=values.tokens(16, 2**20), default=2048, metavar="N", help="tokens read before an item (2k)"
+    )
+    command.add_argument(
+        "--rate", type=values.number(0, 10, above=True), default=5e-3, metavar="X", help="of Adam, at most (0.005)"
+    )
+    command.add_argument(
+        "--batch", type=values.tokens(16, 2**20), default=2048, metavar="N", help="tokens of a step (2k)"
+    )
+    command.add_argument(
+        "--frozen", type=values.whole(0, 2**20), default=1, metavar="N", help="leading tokens that stay (1)"
+    )
+    command.add_argument(
+        "--seed", type=values.whole(0, 2**63 - 1), default=0, metavar="N", help="of what is random (0)"
+    )
+    command.add_argument("--dtype", choices=["f32", "bf16"], help="in which the network computes")
+    command.add_argument("--memory", type=values.size, metavar="SIZE", help="for the teacher's cache (512MiB)")
+    command.add_argument("--resume", action="store_true", help="go on from FILE.checkpoint")
+    add_json(command)
+
+
+def _add_info(parts: Any) -> None:
+    command = add_command(
+        parts,
+        "info",
+        run_info,
+        usage="kvist cartridge info FILE [options]",
+        help="what one was made of, and for which model",
+        description="What a cartridge was made of, and for which model.",
+        epilog="example:\n  kvist cartridge info manual.cartridge",
+    )
+    command.add_argument("file", metavar="FILE", help="a cartridge")
+    add_json(command)
+
+
+def _add_list(parts: Any) -> None:
+    command = add_command(
+        parts,
+        "list",
+        run_list,
+        usage="kvist cartridge list [DIRECTORY] [options]",
+        help="the cartridges in a directory",
+        description="The cartridges in a directory; other files are passed over.",
+        epilog="example:\n  kvist cartridge list cartridges/",
+    )
+    command.add_argument("directory", nargs="?", default=".", metavar="DIRECTORY", help="where to look (here)")
+    add_json(command)
+
+
+def run_train(args: argparse.Namespace) -> int:
+    """``kvist cartridge train``."""
+    check_place(args.out)
+    from pathlib import Path
+
+    from kvist.cartridges.make import BLOCK, Study, make
+    from kvist.cartridges.training import Settings
+    from kvist.spec.model import ModelSpec
+
+    study = Study(tokens=args.tokens, items=args.items, written=args.written, chunk=args.chunk)
+    settings = Settings(
+        steps=args.steps if args.steps or args.minutes else 100,
+        minutes=args.minutes,
+        rate=args.rate,
+        batch_tokens=args.batch,
+        frozen=args.frozen,
+        seed=args.seed,
+    )
+    if study.blocks_of_tokens != args.tokens:
+        _note(f"{args.tokens} tokens are rounded up to {study.blocks_of_tokens}, whole blocks of {BLOCK}")
+    more = {} if args.memory is None else {"memory": args.memory}
+    with _Bar() as bar:
+        cartridge = make(
+            ModelSpec.read(args.model),
+            Path(args.document),
+            study,
+            settings,
+            Path(args.out),
+            dtype=args.dtype,
+            resume=args.resume,
+            told=bar.show,
+            **more,
+        )
+    content = {"file": args.out, "digest": cartridge.digest, "bytes": cartridge.bytes, **cartridge.manifest.to_dict()}
+    if args.json:
+        return print_json(content)
+    losses = cartridge.manifest.losses
+    print(
+        f"{args.out}: {cartridge.tokens} tokens for {cartridge.manifest.document_tokens:,}; divergence on held-out "
+        f"items {losses['before']:.3f} before training, {losses['after']:.3f} after {cartridge.manifest.steps} steps"
+    )
+    return 0
+
+
+def run_info(args: argparse.Namespace) -> int:
+    """``kvist cartridge info``."""
+    from pathlib import Path
+
+    from kvist.cartridges.file import load
+
+    cartridge = load(Path(args.file))
+    manifest = cartridge.manifest
+    if args.json:
+        return print_json(
+            {"file": args.file, "digest": cartridge.digest, "bytes": cartridge.bytes, **manifest.to_dict()}
+        )
+    from kvist.report.tables import print_facts
+    from kvist.units import counted, format_size
+
+    losses = manifest.losses
+    print_facts(
+        [
+            ("document", f"{manifest.document}, {counted(manifest.document_tokens, 'token')}"),
+            ("document sha256", manifest.document_digest),
+            ("model", manifest.model),
+            ("model digest", manifest.model_digest),
+            ("cartridge", f"{counted(manifest.tokens, 'token')} at position {manifest.position}, of which "
+                          f"{manifest.frozen} frozen"),
+            ("size", f"{format_size(cartridge.bytes)} in {manifest.codec}, {len(cartridge.layers)} layers"),
+            ("training", f"{counted(manifest.steps, 'step')}, seed {manifest.seed}, kvist {manifest.kvist}"),
+            ("held-out items", f"divergence {losses['before']:.3f} before, {losses['after']:.3f} after"
+                               if {"before", "after"} <= losses.keys() else "not measured"),
+            ("digest", cartridge.digest),
+        ]
+    )  # fmt: skip
+    return 0
+
+
+def run_list(args: argparse.Namespace) -> int:
+    """``kvist cartridge list``."""
+    from pathlib import Path
+
+    from kvist.cartridges.file import read_manifest
+    from kvist.errors import BadFile, InputError
+
+    directory = Path(args.directory)
+    if not directory.is_dir():
+        raise InputError(f"{directory}: no directory; name one with cartridges", key="directory")
+    found = []
+    for path in sorted(directory.iterdir()):
+        if path.is_file() and not path.name.endswith(".checkpoint"):
+            try:
+                found.append((path, read_manifest(path)))
+            except BadFile:
+                continue
+    if args.json:
+        return print_json({"cartridges": [{"file": str(path), **manifest.to_dict()} for path, manifest in found]})
+    from kvist.report.tables import Column, print_table
+
+    columns = (
+        Column(title="file"),
+        Column(title="model"),
+        Column(title="document"),
+        Column(title="tokens", number=True),
+        Column(title="for", number=True),
+        Column(title="divergence", number=True),
+    )
+    rows = [
+        (
+            path.name,
+            told.model,
+            told.document,
+            f"{told.tokens:,}",
+            f"{told.document_tokens:,}",
+            f"{told.losses['after']:.3f}" if "after" in told.losses else "–",
+        )
+        for path, told in found
+    ]
+    print_table(columns, rows)
+    return 0
+
+
+class _Bar:
+    """Progress with the time that is left on standard error, where that is a terminal."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> "_Bar":
+        if sys.stderr is not None and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, stage: str, done: float, progress: "Progress | None" = None) -> None:
+        """A stage has come so far."""
+        if self._bar is None:
+            return
+        if stage not in self._tasks:
+            for task in self._tasks.values():
+                self._bar.update(task, completed=1.0)
+            self._tasks[stage] = self._bar.add_task(stage, total=1.0)
+        text = stage
+        if progress is not None and progress.loss is not None:
+            speed = progress.tokens / max(progress.seconds, 1e-3)
+            text = f"step {progress.step}: {progress.loss:.3f}, held out {progress.held_out:.3f}, {speed:.0f} tokens/s"
+        self._bar.update(self._tasks[stage], completed=done, description=text)
+
+
+def _note(text: str) -> None:
+    print(f"kvist: {text}", file=sys.stderr)
