@@ -117,7 +117,7 @@ class FakeLoop:
         self._known: deque[tuple[str, list[int], float]] = deque(maxlen=64)
         self._counters = dict.fromkeys(
             ("requests", "finished", "preempted", "refused", "prompt_tokens", "output_tokens", "hit_tokens",
-             "query_tokens"), 0,
+             "query_tokens", "pruned_tokens", "pruned_blocks"), 0,
         )  # fmt: skip
         self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)
@@ -146,6 +146,7 @@ class FakeLoop:
         params: SamplingParams,
         *,
         cache_salt: str = "",
+        evict: str | None = None,
         on_event: Callable[[Event], None],
     ) -> str:
         text = self.tokenizer.decode(prompt_ids)

@@ -121,6 +121,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("messages", [], "at least 1"),
     ("messages", "hello", "valid"),
     ("cache_salt", 5, "string"),
+    ("evict", "h2o", "is no budget of h2o"),
+    ("evict", "lru:5", "is no method"),
     # Known, but only without effect.
     ("presence_penalty", 0.5, "not supported"),
     ("frequency_penalty", -1, "not supported"),

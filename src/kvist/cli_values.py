@@ -96,6 +96,14 @@ def cache_format(args: argparse.Namespace, usual: str = "bf16") -> "CacheFormat"
 
 
 @_typed
+def evict(text: str) -> str:
+    """A method of pruning and its budget, or ``none``."""
+    from kvist.spec.pruning import Pruning
+
+    return str(Pruning.read(text) or "none")
+
+
+@_typed
 def weight_codec(text: str) -> str:
     """The name of a codec for weights."""
     from kvist.spec.parameters.storage import weight_codec_named

@@ -18,10 +18,11 @@ import numpy.typing as npt
 
 from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
-from kvist.cache.sequence import BlockCopy, Reservation, Sequence, append_each
+from kvist.cache.sequence import BlockCopy, Compaction, Reservation, Sequence, append_each
 from kvist.cache.tiers import NO_TRAFFIC, Traffic
 from kvist.errors import DoesNotFit, InputError
 from kvist.planning.capacity import DEFAULT_CHUNK, allocated_bytes
+from kvist.spec.pruning import Pruning
 from kvist.units import format_size
 
 
@@ -154,6 +155,9 @@ class Counters:
     hit_tokens: int = 0
     recomputed_tokens: int = 0
     swapped: int = 0
+    prunings: int = 0
+    pruned_tokens: int = 0
+    pruned_blocks: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,15 +234,21 @@ class Scheduler:
         tokens: npt.ArrayLike,
         max_tokens: int | None = None,
         key: PrefixKey = PrefixKey(),  # noqa: B008
+        pruning: Pruning | None = None,
     ) -> Request:
         """Queue a prompt, int32 ``[size]``; without ``max_tokens`` it may generate as far as it can.
+
+        With ``pruning`` no step goes past a length at which the request is to be pruned; whoever steps calls
+        :meth:`compact` then.
 
         Raises:
             InputError: the prompt is empty, or longer than the context allows with ``max_tokens``.
             DoesNotFit: the cache could not hold the sequence even alone; the message shows the sum.
         """
         try:
-            return self._add(request_id, self.manager.begin(tokens, key), max_tokens)
+            sequence = self.manager.begin(tokens, key)
+            sequence.pruning = pruning.of_prompt(sequence.size) if pruning else None
+            return self._add(request_id, sequence, max_tokens)
         except (InputError, DoesNotFit):
             self.counters.refused += 1
             raise
@@ -259,14 +269,21 @@ class Scheduler:
         longest = self.longest()
         # The last generated token is returned, and never stored.
         stored = prompt + (max_tokens or 1) - 1
-        if stored > longest:
+        if stored > longest and not self._fits_pruned(sequence, stored):
             self._refuse(prompt, stored)
-        request = Request(request_id, sequence, max_tokens or longest + 1 - prompt)
+        request = Request(request_id, sequence, max_tokens or max(1, longest + 1 - prompt))
         request.max_tokens = min(request.max_tokens, context - prompt)
         self.waiting.append(request)
         self.counters.requests += 1
         self.counters.prompt_tokens += prompt
         return request
+
+    def _fits_pruned(self, sequence: Sequence, stored: int) -> bool:
+        """Whether the cache holds a sequence alone that would be too long, were it not pruned on its way."""
+        manager, pruning = self.manager, sequence.pruning
+        if pruning is None:
+            return False
+        return manager.slabs_needed(stored, self._least_chunk, pruning) <= manager.layout.num_slabs
 
     def _refuse(self, prompt: int, stored: int) -> None:
         layout = self.manager.layout
@@ -355,7 +372,7 @@ class Scheduler:
         self.manager.clear()
         self.manager.forget_swapped(request.sequence)
         request.alone = True
-        request.sequence.shared = False
+        request.sequence.apart = True
 
     def _reserve(self, request: Request, budget: int, *, admit: bool = False) -> Reservation:
         """Room for a chunk of ``budget`` tokens, or for as large a part of it as memory allows."""
@@ -400,6 +417,16 @@ class Scheduler:
         """The step's keys and values are stored; returns the states to copy, in order, before the next step."""
         return self.manager.commit_all(batch.sequences)
 
+    def compact(self, request: Request) -> list[Compaction] | None:
+        """Give back what pruning frees of a request; as :meth:`CacheManager.compact`, and counted."""
+        before = request.sequence.pruned
+        made = self.manager.compact(request.sequence)
+        if made is not None:
+            self.counters.prunings += 1
+            self.counters.pruned_tokens += request.sequence.pruned - before
+            self.counters.pruned_blocks += sum(moved.source.size - moved.target.size for moved in made)
+        return made
+
     def append(self, request: Request, token: int) -> None:
         """A token was sampled for a running request."""
         request.sequence.append(token)
@@ -437,10 +464,13 @@ class Scheduler:
                     "prompt_tokens": request.prompt_tokens,
                     "output_tokens": request.generated,
                     "length": request.sequence.length,
+                    "pruned_tokens": request.sequence.pruned,
                     "hit_tokens": request.first_hit_tokens or 0,
                     "blocks": {group.name: request.sequence.blocks(index) for index, group in enumerate(groups)},
                     "bytes": self.manager.held_bytes(request.sequence),
-                    "planned_bytes": allocated_bytes(groups, request.sequence.length, request.sequence.in_flight),
+                    "planned_bytes": allocated_bytes(
+                        groups, request.sequence.length, request.sequence.in_flight, request.sequence.pruned
+                    ),
                     "age_seconds": time.time() - request.arrived,
                 }
                 for request in alive

@@ -108,6 +108,11 @@ class Group:
         """Whether blocks die before their sequence does."""
         return self.lifetime in ("window", "chunk")
 
+    @property
+    def prunable(self) -> bool:
+        """Whether tokens of a running sequence may be dropped: it keeps keys and values of all of them."""
+        return self.lifetime == "full" and isinstance(self.layer, Attention) and self.layer.indexer is None
+
     @cached_property
     def fixed_blocks(self) -> int | None:
         """Blocks of every sequence, whatever its length; None where blocks are those of its tokens."""

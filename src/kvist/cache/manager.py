@@ -27,15 +27,17 @@ import numpy.typing as npt
 from kvist.cache.arena import Arena, Ids
 from kvist.cache.checkpointing import Checkpointing
 from kvist.cache.checkpoints import Checkpoint
+from kvist.cache.compaction import compact
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.prefix import Match, PrefixKey, PrefixTree, unit_of
 from kvist.cache.reclaim import LRU, Order, order_of
-from kvist.cache.sequence import NO_BLOCKS, BlockCopy, Fork, Reservation, Sequence
+from kvist.cache.sequence import NO_BLOCKS, BlockCopy, Compaction, Fork, Reservation, Sequence
 from kvist.cache.snapshot import snapshot
 from kvist.cache.tier import Tier
 from kvist.cache.tiers import Resumption, Swapped, TierStack
 from kvist.errors import InputError
+from kvist.spec.pruning import PruningPlan
 
 
 class CacheManager:
@@ -114,16 +116,22 @@ class CacheManager:
         stored, parting = sequence.length, sequence.parting
         if not sequence.begun:
             match = self._match(sequence)
-            behind = self._behind(sequence, match) if self.tiers else None
+            behind = self._behind(sequence, match) if self.tiers and not sequence.pruning else None
             stored = behind.tokens if behind else match.tokens
             parting = match.found if match.found > stored else 0
             saved = match.nodes[-1].checkpoint if match.nodes and not behind else None
         limit = min(sequence.size, stored + budget)
+        if sequence.pruning:
+            due = sequence.pruning.due(stored, sequence.pruned)
+            limit = min(limit, due) if due > stored else stored + 1
         if self._checkpointed and sequence.shared:
             limit = self._checkpointing.stop(sequence, stored, limit, parting)
         found = behind.tables if behind else match.blocks if match else None
         have = found or sequence.tables
-        wanted = [group.all_blocks(limit) - table.size for group, table in zip(self.groups, have, strict=True)]
+        wanted = [
+            group.all_blocks(limit - gone) - table.size
+            for group, table, gone in zip(self.groups, have, sequence.dropped, strict=True)
+        ]
         revived = self._revived(found, saved)
         if not self._possible(sequence, wanted, revived, admit_chunk):
             if saved is None:
@@ -161,15 +169,15 @@ class CacheManager:
                 sequence.tables[group] = sequence.tables[group].copy()
         copies = self._checkpointing.resume(sequence, saved) if saved else ()
         sequence.in_flight = limit - sequence.length
-        sequence.room = self._room(sequence)
+        sequence.room = self.room(sequence)
         self._publish_new(sequence, limit)
         return Reservation(True, limit, stored if match else 0, behind.loads if behind else (), copies)
 
-    def _room(self, sequence: Sequence) -> int:
+    def room(self, sequence: Sequence) -> int:
         """Tokens for which a sequence has blocks."""
-        room = self.groups[0].room(sequence.tables[0].size)
+        room = self.groups[0].room(sequence.tables[0].size) + sequence.dropped[0]
         for index in range(1, len(self.groups)):
-            room = min(room, self.groups[index].room(sequence.tables[index].size))
+            room = min(room, self.groups[index].room(sequence.tables[index].size) + sequence.dropped[index])
         return room
 
     def extend(self, sequences: Seq[Sequence], first: int, last: int) -> int:
@@ -203,7 +211,8 @@ class CacheManager:
     def _match(self, sequence: Sequence) -> Match:
         if not (self.prefix_cache and sequence.shared):
             return Match(tokens=0, nodes=[], blocks=[NO_BLOCKS] * len(self.groups))
-        return self.tree.match(sequence.key, sequence.tokens, sequence.size - 1)
+        most = sequence.pruning.reusable if sequence.pruning else sequence.size - 1
+        return self.tree.match(sequence.key, sequence.tokens, most)
 
     def _behind(self, sequence: Sequence, match: Match) -> Resumption | None:
         """What the tiers have of a sequence beyond a match."""
@@ -230,10 +239,8 @@ class CacheManager:
 
     def _possible(self, sequence: Sequence, wanted: list[int], revived: list[Ids], admit_chunk: int | None) -> bool:
         if admit_chunk is not None:
-            wanted = [
-                max(count, group.peak_blocks(sequence.size, admit_chunk) - ids.size)
-                for group, count, ids in zip(self.groups, wanted, revived, strict=True)
-            ]
+            peaks = self.peak_blocks(sequence.size, admit_chunk, sequence.pruning)
+            wanted = [max(count, peak - ids.size) for count, peak, ids in zip(wanted, peaks, revived, strict=True)]
         return max(wanted) <= 0 or self.arena.could_take(wanted, revived)
 
     def free_up(self, wanted: list[int]) -> None:
@@ -326,6 +333,8 @@ class CacheManager:
                 self.tree.forget_unsealed()
         sequence.tables = [NO_BLOCKS] * len(self.groups)
         sequence.given_back = [0] * len(self.groups)
+        sequence.dropped = [0] * len(self.groups)
+        sequence.pruned = 0
         sequence.node = None
         if self.tiers and sequence.trailing and sequence.trailing.node and sequence.trailing.moves:
             self.tiers.sealed(self.tree, sequence.trailing.node)
@@ -337,9 +346,10 @@ class CacheManager:
     def swap_out(self, sequence: Sequence) -> bool:
         """Move all that a sequence holds to the first tier, between steps; its next reservation brings it back.
 
-        The tree keeps of it what it had. False means that nothing has changed: there is no tier, or no room in it.
+        The tree keeps of it what it had. False means that nothing has changed: there is no tier, or no room in it, or
+        the sequence was pruned.
         """
-        if self.tiers is None or sequence.in_flight or not sequence.length:
+        if self.tiers is None or sequence.in_flight or not sequence.length or sequence.pruned:
             return False
         swapped = Swapped(sequence.length, self.held_bytes(sequence))
         if not self.tiers.swap_out(swapped):
@@ -359,6 +369,15 @@ class CacheManager:
         for sequence in sequences:
             self.release(sequence, keep=False)
 
+    def compact(self, sequence: Sequence) -> list[Compaction] | None:
+        """Give back what pruning frees of a sequence, between steps: :mod:`kvist.cache.compaction`.
+
+        Returns:
+            Where the tokens lie and where those that are kept belong, of each group that is pruned; to be moved before
+            anything else is reserved. None: memory lacks for those that are kept, and nothing has changed.
+        """
+        return compact(self, sequence)
+
     def clear(self) -> None:
         """Forget every cached block, and take back the slabs that are free then."""
         while self.tree.reclaim(self.layout.total_blocks(0)):
@@ -373,17 +392,21 @@ class CacheManager:
         """
         length = sequence.length
         if any(
-            table.size > group.all_blocks(length) for group, table in zip(self.groups, sequence.tables, strict=True)
+            table.size > group.all_blocks(length - gone)
+            for group, table, gone in zip(self.groups, sequence.tables, sequence.dropped, strict=True)
         ):
             raise ValueError("a sequence forks between steps, when nothing that it reserved is in flight")
         wanted = [
-            table.size - max(gone, self._shareable(group, table, length))
-            for group, table, gone in zip(self.groups, sequence.tables, sequence.given_back, strict=True)
+            table.size - max(gone, self._shareable(group, table, length, dropped))
+            for group, table, gone, dropped in zip(
+                self.groups, sequence.tables, sequence.given_back, sequence.dropped, strict=True
+            )
         ]
         if any(wanted) and not self.arena.could_take(wanted, [NO_BLOCKS] * len(self.groups)):
             return None
         twin = Sequence(sequence.known().copy(), sequence.key, len(self.groups))
-        twin.prompt_size = sequence.prompt_size
+        twin.pruning, twin.pruned, twin.dropped = sequence.pruning, sequence.pruned, list(sequence.dropped)
+        twin.prompt_size, twin.apart = sequence.prompt_size, sequence.apart
         twin.length, twin.published, twin.hit_tokens = (
             sequence.length,
             sequence.published,
@@ -406,13 +429,15 @@ class CacheManager:
                 copies += [BlockCopy(group, *pair) for pair in zip(sources, table[-count:].tolist(), strict=True)]
         return Fork(twin, copies)
 
-    def _shareable(self, group: Group, table: Ids, length: int) -> int:
+    def _shareable(self, group: Group, table: Ids, length: int, dropped: int) -> int:
         """Leading blocks that are written to no more, and that twins which part will not both give the tree."""
         match group.lifetime:
             case "state":
                 return 0
             case "cross":
                 return table.size
+            case _ if dropped:
+                return (length - dropped) // group.block_tokens
             case _:
                 return length // self.unit_tokens * self.unit_tokens // group.block_tokens
 
@@ -428,9 +453,14 @@ class CacheManager:
         """Where every block is, as :mod:`kvist.cache.snapshot` describes it."""
         return snapshot(self, sequences or {}, text_of)
 
-    def slabs_needed(self, length: int, chunk: int) -> int:
+    def peak_blocks(self, length: int, chunk: int, pruning: PruningPlan | None = None) -> list[int]:
+        """Most blocks of each group on the way to ``length`` tokens, ``chunk`` of them in flight, pruned or not."""
+        slots = pruning.slots(length) if pruning else length
+        return [group.peak_blocks(slots if group.prunable else length, chunk) for group in self.groups]
+
+    def slabs_needed(self, length: int, chunk: int, pruning: PruningPlan | None = None) -> int:
         """Slabs that a lone sequence of ``length`` tokens needs when ``chunk`` tokens are in flight."""
-        return self.layout.slabs_for([group.peak_blocks(length, chunk) for group in self.groups])
+        return self.layout.slabs_for(self.peak_blocks(length, chunk, pruning))
 
     def longest(self, chunk: int, limit: int) -> int:
         """Longest sequence, in tokens and up to ``limit``, that would fit alone with ``chunk`` tokens in flight."""

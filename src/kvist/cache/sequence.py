@@ -11,6 +11,7 @@ from kvist.cache.checkpoints import Checkpoint
 from kvist.cache.prefix import PrefixKey
 from kvist.cache.reclaim import Node
 from kvist.cache.tiers import Moved, Swapped
+from kvist.spec.pruning import PruningPlan
 
 NO_BLOCKS = np.empty(0, np.int64)
 
@@ -23,9 +24,13 @@ class Sequence:
         tokens: int32 ``[capacity]``; the first ``size`` are known.
         size: known tokens, prompt and generated.
         prompt_size: tokens known when it began, or when it was last released.
-        length: tokens whose keys and values are stored.
+        length: tokens whose keys and values are stored, or were.
         in_flight: tokens beyond them that the step under way stores.
-        shared: whether the tree is asked for its prefix, and given its blocks.
+        apart: it takes no part in the tree, as it is computed with the whole arena.
+        pruning: when it is pruned, and how far; None: never. No reservation goes past where it is due.
+        pruned: tokens of ``length`` that pruning has dropped.
+        dropped: the same per group: 0 of those that are not pruned; of others the tokens that are left fill the first
+            slots, in the order of their positions.
         tables: per group, int64 ``[blocks]`` from position 0; -1 where a window gave the block back. Of a state one
             block a layer, of an encoder those of its tokens, held from the first reservation to the release.
         given_back: per group, leading blocks given back.
@@ -38,8 +43,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "begun", "digests", "given_back", "hit_tokens", "in_flight", "key", "length", "node", "parting", "prompt_size",
-        "published", "room", "shared", "size", "swapped", "tables", "tokens", "trailing",
+        "apart", "begun", "digests", "dropped", "given_back", "hit_tokens", "in_flight", "key", "length", "node",
+        "parting", "prompt_size", "pruned", "pruning", "published", "room", "size", "swapped", "tables", "tokens",
+        "trailing",
     )  # fmt: skip
 
     def __init__(self, tokens: npt.NDArray[np.int32], key: PrefixKey, groups: int) -> None:
@@ -48,7 +54,10 @@ class Sequence:
         self.size = self.prompt_size = tokens.size
         self.length = 0
         self.in_flight = 0
-        self.shared = True
+        self.apart = False
+        self.pruning: PruningPlan | None = None
+        self.pruned = 0
+        self.dropped = [0] * groups
         self.tables: list[Ids] = [NO_BLOCKS] * groups
         self.given_back = [0] * groups
         self.hit_tokens = 0
@@ -60,6 +69,11 @@ class Sequence:
         self.trailing: Checkpoint | None = None
         self.digests: list[bytes] | None = None
         self.swapped: Swapped | None = None
+
+    @property
+    def shared(self) -> bool:
+        """Whether the tree is asked for its prefix, and given its blocks: never those of a pruned sequence."""
+        return not (self.apart or self.pruned)
 
     def append(self, token: int) -> None:
         """One more token is known; its key and value are not stored yet."""
@@ -117,6 +131,21 @@ class Reservation:
     hit_tokens: int = 0
     loads: tuple[Moved, ...] = ()
     copies: Seq[BlockCopy] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Compaction:
+    """What became of one group's blocks when a sequence was pruned: the outcome of :meth:`CacheManager.compact`.
+
+    Attributes:
+        group: whose blocks they are.
+        source: int64 ``[blocks]``: where the tokens lie, until the next reservation.
+        target: int64 ``[fewer blocks]``: where those that are kept belong; some may be among ``source``.
+    """
+
+    group: int
+    source: Ids
+    target: Ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,8 +64,8 @@ def snapshot(
 def unfilled_bytes(manager: "CacheManager", sequence: "Sequence") -> int:
     """Bytes in a sequence's blocks beyond its last known token."""
     return sum(
-        group.unfilled_bytes(table.size, sequence.size)
-        for group, table in zip(manager.groups, sequence.tables, strict=True)
+        group.unfilled_bytes(table.size, sequence.size - gone)
+        for group, table, gone in zip(manager.groups, sequence.tables, sequence.dropped, strict=True)
     )
 
 

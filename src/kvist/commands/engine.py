@@ -79,6 +79,13 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
     )
     add_format(command, default=None)
     command.add_argument("--block", type=BLOCK, metavar="N", help="tokens of a block (16)")
+    command.add_argument(
+        "--evict",
+        type=values.evict,
+        metavar="METHOD:BUDGET",
+        help="drop tokens of a prompt once it is computed, and give their memory back: h2o, snapkv or streaming, which "
+        "keep a share (h2o:0.5) or a number of tokens (snapkv:512, streaming:4+1020) (none)",
+    )
 
 
 def run_generate(args: argparse.Namespace) -> int:

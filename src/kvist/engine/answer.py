@@ -29,6 +29,7 @@ class Account:
         waste_bytes: of these, bytes that hold no token.
         blocks: blocks in its tables, over all groups.
         prefix_hit_tokens: prompt tokens found in the cache.
+        pruned_tokens: tokens that pruning has dropped.
     """
 
     planned_bytes: int
@@ -36,6 +37,7 @@ class Account:
     waste_bytes: int
     blocks: int
     prefix_hit_tokens: int
+    pruned_tokens: int = 0
 
     def to_dict(self) -> dict[str, int]:
         """The JSON of ``kvist generate``."""
@@ -45,6 +47,7 @@ class Account:
             "waste_bytes": self.waste_bytes,
             "blocks": self.blocks,
             "prefix_hit_tokens": self.prefix_hit_tokens,
+            "pruned_tokens": self.pruned_tokens,
         }
 
 

@@ -28,10 +28,10 @@ def generate(args: Namespace) -> int:
     """Answer ``args.prompt``; return the exit code.
 
     ``args`` has what the command line gives: model, prompt, the sampling parameters, chat (None: where the model has a
-    template), dtype, memory, key, value and what else says a format, block, no_cache, plot, json. Text streams to
-    standard output, all else goes to standard error; with ``json`` the answer is one JSON object. With ``no_cache`` the
-    answer is made a second time, all tokens computed again at each step, for a minute at most: ``timing`` is of that
-    run, and the table says what the cache saves.
+    template), dtype, memory, key, value and what else says a format, block, evict, no_cache, plot, json. Text streams
+    to standard output, all else goes to standard error; with ``json`` the answer is one JSON object. With ``no_cache``
+    the answer is made a second time, all tokens computed again at each step, for a minute at most: ``timing`` is of
+    that run, and the table says what the cache saves.
     """
     given: dict[str, Any] = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
     if args.no_cache:
@@ -129,7 +129,12 @@ def _verdict(saving: Saving) -> str:
 
 def _settings(args: Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = {"prefix_cache": not args.no_cache, "max_running": 1}
-    for name, value in (("dtype", args.dtype), ("memory", args.memory), ("block_tokens", args.block)):
+    for name, value in (
+        ("dtype", args.dtype),
+        ("memory", args.memory),
+        ("block_tokens", args.block),
+        ("evict", args.evict),
+    ):
         if value is not None:
             settings[name] = value
     if format_said(args):
@@ -157,6 +162,8 @@ def _print_account(answer: Answer) -> None:
         f"{answer.prompt_tokens} prompt tokens, {len(answer.tokens)} generated ({answer.finish_reason}); "
         f"first token after {timing['ttft']:.2f} s, then {timing['tokens_per_second']:.1f} tokens/s"
     )
+    if account["pruned_tokens"]:
+        _note(f"pruned: {account['pruned_tokens']:,} tokens were dropped, and their blocks given back")
     same = "as planned" if account["allocated_bytes"] == account["planned_bytes"] else "NOT as planned"
     _note(
         f"cache: {format_size(account['allocated_bytes'])} in {account['blocks']} blocks, {same} "

@@ -29,6 +29,7 @@ from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
 from kvist.engine.answer import Account, Answer, Event, FinishReason
 from kvist.engine.generation import Generation
+from kvist.engine.pruner import Pruner
 from kvist.engine.runner import Runner
 from kvist.engine.sampler import Sampled, Sampler, SamplingParams
 from kvist.engine.tokenizer import Tokenizer
@@ -40,6 +41,7 @@ from kvist.scheduler import Batch, Limits, Request, Scheduler
 from kvist.spec.formats import CacheFormat
 from kvist.spec.known import KNOWN
 from kvist.spec.model import ModelSpec
+from kvist.spec.pruning import Pruning
 from kvist.store.layouts import check_format
 from kvist.units import parse_size
 
@@ -88,6 +90,8 @@ class Engine:
         max_context: longest sequence; the model's own limit where it is left out.
         max_batch_tokens: tokens that one step computes.
         prefix_cache: share prefixes among requests.
+        evict: how requests are pruned of which nothing else is said: ``h2o:0.5``, ``snapkv:512``,
+            ``streaming:4+1020``, or ``none`` (:mod:`kvist.spec.pruning`).
         reuse: keep keys and values between steps; without it everything is computed again for every token, which
             shows what the cache saves.
 
@@ -107,6 +111,7 @@ class Engine:
         max_context: int | None = None,
         max_batch_tokens: int = DEFAULT_CHUNK,
         prefix_cache: bool = True,
+        evict: Pruning | str | None = None,
         reuse: bool = True,
     ) -> None:
         if dtype is not None and dtype not in DTYPES:
@@ -127,6 +132,8 @@ class Engine:
         self.groups = groups_of(spec.computed_in(self.dtype), self.format, block_tokens)
         for group in self.groups:
             check_format(group)
+        self.spec = spec
+        self.evict = self._pruning(evict)
         layout = ArenaLayout.of(self.groups, parse_size(memory, key="memory"))
         limits = Limits(
             max_running=max_running, max_batch_tokens=max_batch_tokens, max_context=max_context or spec.max_context
@@ -139,6 +146,7 @@ class Engine:
         self.runner = Runner(limited, self.groups, layout, dtype=self.dtype)
         self.cache = CacheManager(self.groups, layout, prefix_cache=prefix_cache and reuse)
         self.scheduler = Scheduler(manager=self.cache, limits=limits)
+        self.pruner = Pruner(self.runner, self.scheduler)
         if self.runner.arena_bytes != layout.total_bytes:
             raise EngineFailure(
                 f"{layout.total_bytes} bytes of cache were planned, {self.runner.arena_bytes} allocated"
@@ -186,9 +194,17 @@ class Engine:
         params: SamplingParams,
         *,
         cache_salt: str = "",
+        evict: Pruning | str | None = None,
         on_event: Callable[[Event], None],
     ) -> str:
         """Queue a prompt of token ids and return the request's id; ``on_event`` is called by whoever steps.
+
+        Args:
+            prompt: its token ids.
+            params: how tokens are sampled.
+            cache_salt: keeps tenants apart.
+            evict: how it is pruned; None: as the engine prunes.
+            on_event: is told every piece of the answer.
 
         Raises:
             InputError: the prompt is empty, too long or has unknown ids.
@@ -201,14 +217,32 @@ class Engine:
                     f"prompt: token id {token!r} is not a whole number in 0 … {vocabulary - 1}", key="prompt"
                 )
         key = self.prefix_key(cache_salt)
+        pruning = self.evict if evict is None else self._pruning(evict)
         with self._lock:
-            request = self.scheduler.add(f"request-{next(self._ids)}", list(prompt), params.max_tokens, key)
+            request = self.scheduler.add(f"request-{next(self._ids)}", list(prompt), params.max_tokens, key, pruning)
             try:
                 self._generations[request.id] = Generation(request, params, self.tokenizer, on_event)
             except BaseException:
                 self.scheduler.finish(request)
                 raise
         return request.id
+
+    def _pruning(self, evict: Pruning | str | None) -> Pruning | None:
+        """What is asked for, where the model can be pruned.
+
+        Raises:
+            InputError: it is written otherwise, or the model keeps nothing that can be pruned.
+        """
+        pruning = Pruning.read(evict) if isinstance(evict, str) else evict
+        if not isinstance(pruning, Pruning | None):
+            raise InputError(f"evict: {evict!r}; write h2o:0.5, snapkv:512, streaming:4+1020 or none", key="evict")
+        if pruning is not None and not any(group.prunable for group in self.groups):
+            kinds = ", ".join(group.name for group in self.groups)
+            raise UnsupportedModel(
+                f"evict: {self.spec.name} keeps nothing that {pruning} could prune ({kinds}); leave evict out",
+                key="evict",
+            )
+        return pruning
 
     def prefix_key(self, cache_salt: str) -> PrefixKey:
         """What a prompt must have in common with another, beside its tokens, to share its prefix."""
@@ -233,11 +267,13 @@ class Engine:
         *,
         params: SamplingParams | None = None,
         cache_salt: str = "",
+        evict: Pruning | str | None = None,
         **sampling: Any,
     ) -> list[Answer]:
         """Answer prompts, texts or lists of token ids, together; the answers come in their order.
 
-        ``sampling`` are the fields of :class:`SamplingParams`, in the place of ``params``.
+        ``sampling`` are the fields of :class:`SamplingParams`, in the place of ``params``; ``evict`` says how they are
+        pruned, where that is not as the engine prunes.
 
         Raises:
             InputError: a prompt or a parameter is wrong; nothing is queued then.
@@ -260,7 +296,7 @@ class Engine:
                     raise InputError(f"prompt: {prompt!r} is neither a text nor a list of token ids", key="prompt")
                 tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
                 answer = Answer(prompt_tokens=len(tokens))
-                ids.append(self.submit(tokens, params, cache_salt=cache_salt, on_event=answer.add))
+                ids.append(self.submit(tokens, params, cache_salt=cache_salt, evict=evict, on_event=answer.add))
                 answers.append(answer)
             while any(answer.finish_reason is None for answer in answers):
                 self.step()
@@ -315,6 +351,7 @@ class Engine:
             return batch
         with self._lock:
             self.runner.copy(self.scheduler.commit(batch))
+            self.pruner.prune(batch.chunks)
             self._recent.append((time.perf_counter(), len(sampled)))
             for generation, token in zip(sampling, sampled, strict=True):
                 self._take(generation, token)
@@ -335,6 +372,7 @@ class Engine:
         request = generation.request
         account = self._account(request)
         self.scheduler.finish(request)
+        self.pruner.forget(request.id)
         del self._generations[request.id]
         self._aborts.discard(request.id)
         self._events.append((generation, replace(event, account=account.to_dict(), timing=generation.timing())))
@@ -353,15 +391,18 @@ class Engine:
     def _account(self, request: Request) -> Account:
         sequence = request.sequence
         waste = sum(
-            group.unfilled_bytes(sequence.blocks(index) + sequence.given_back[index], sequence.length)
+            group.unfilled_bytes(
+                sequence.blocks(index) + sequence.given_back[index], sequence.length - sequence.dropped[index]
+            )
             for index, group in enumerate(self.groups)
         )
         return Account(
-            planned_bytes=allocated_bytes(self.groups, sequence.length),
+            planned_bytes=allocated_bytes(self.groups, sequence.length, pruned=sequence.pruned),
             allocated_bytes=self.cache.held_bytes(sequence),
             waste_bytes=waste,
             blocks=sum(sequence.blocks(index) for index in range(len(self.groups))),
             prefix_hit_tokens=request.first_hit_tokens or 0,
+            pruned_tokens=sequence.pruned,
         )
 
     def _apply_aborts(self) -> None:
@@ -385,6 +426,7 @@ class Engine:
                 "model": self.model_id,
                 "format": self.format.to_dict(),
                 "dtype": self.dtype,
+                "evict": str(self.evict or "none"),
                 "uptime_seconds": time.time() - self.started,
                 **self.scheduler.snapshot(self.tokenizer.decode),
                 "speed": {"tokens_per_second": self._tokens_per_second()},

@@ -70,6 +70,7 @@ class EngineLoop:
         params: SamplingParams,
         *,
         cache_salt: str = "",
+        evict: str | None = None,
         on_event: Callable[[Event], None],
     ) -> str:
         """Queue a request and return its id.
@@ -82,7 +83,7 @@ class EngineLoop:
         with self._wake:
             if self._ending or self._failure:
                 raise EngineFailure(f"the engine has stopped{f': {self.failure}' if self._failure else ''}")
-            request_id = self.engine.submit(prompt_ids, params, cache_salt=cache_salt, on_event=on_event)
+            request_id = self.engine.submit(prompt_ids, params, cache_salt=cache_salt, evict=evict, on_event=on_event)
             self._wake.notify()
         return request_id
 

@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
-from kvist.cache.sequence import BlockCopy
+from kvist.cache.sequence import BlockCopy, Compaction
 from kvist.errors import DoesNotFit
 from kvist.kernels.attention import PagedMemory
 from kvist.kernels.cpu import PagedAttention, attention_kernels
@@ -24,15 +24,16 @@ from kvist.kernels.sharing import sharing_order
 from kvist.kernels.spans import Span
 from kvist.model.decoder import Decoder, Step
 from kvist.model.mixers.latent import LatentAttention
-from kvist.model.mixers.places import Plan
+from kvist.model.mixers.places import Observer, Plan
 from kvist.model.weights import dtype_named
 from kvist.scheduler import Batch, Chunk
 from kvist.spec.formats import CODECS
 from kvist.spec.layers import Latent, State
 from kvist.spec.model import ModelSpec
-from kvist.store.layouts import Index, PagedLatents, Scratch, check_format
+from kvist.store.layouts import PagedKV, PagedLatents, Scratch, check_format
 from kvist.store.states import StateSpan, StateStore
-from kvist.store.stores import store_of
+from kvist.store.stores import Store, store_of
+from kvist.store.survivors import move
 from kvist.units import format_size
 
 Memory = PagedMemory | PagedAttention | LatentMemory | StateStore
@@ -51,6 +52,7 @@ class Runner:
 
     Attributes:
         arena_bytes: allocated for keys and values.
+        watch: makes of a step's chunks, in the order of their rows, what looks at its queries; None: nothing does.
 
     Raises:
         InputError: a type or format is not computed with.
@@ -60,6 +62,7 @@ class Runner:
     def __init__(self, spec: ModelSpec, groups: tuple[Group, ...], layout: ArenaLayout, *, dtype: str) -> None:
         compute = dtype_named(dtype)
         self.layout = layout
+        self.watch: Callable[[Sequence[Chunk]], Observer | None] | None = None
         for group in groups:
             check_format(group)
         torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
@@ -69,7 +72,8 @@ class Runner:
             self.arena = _zeros(layout.total_bytes)
             self.decoder = Decoder(spec, groups, compute)
             scratch = Scratch()
-            self.memories = [self._memory(group, number, scratch) for number, group in enumerate(groups)]
+            self.stores = [store_of(self.arena, group, layout, n, scratch) for n, group in enumerate(groups)]
+            self.memories = [self._memory(group, store) for group, store in zip(groups, self.stores, strict=True)]
         self.arena_bytes = self.arena.numel()
         # Windows have no shared runs, states no tokens; without a full group any order will do.
         self.shared_group = next((n for n, group in enumerate(groups) if group.lifetime == "full"), None)
@@ -112,10 +116,30 @@ class Runner:
         """
         size = self.block_tokens[group]
         for chunk in chunks:
-            last = (chunk.start + chunk.count - 1) // size
-            if last * size >= chunk.start:
-                begin = self._offset(group, int(chunk.request.sequence.tables[group][last]))
-                self.arena[begin : begin + self.layout.block_bytes[group]].zero_()
+            sequence = chunk.request.sequence
+            start = chunk.start - sequence.dropped[group]
+            last = (start + chunk.count - 1) // size
+            if last * size >= start:
+                self._zero(group, int(sequence.tables[group][last]))
+
+    def _zero(self, group: int, block: int) -> None:
+        begin = self._offset(group, block)
+        self.arena[begin : begin + self.layout.block_bytes[group]].zero_()
+
+    def compact(self, moved: Compaction, kept: Tensor) -> None:
+        """Move what is kept of a pruned sequence to its new blocks.
+
+        Args:
+            moved: where its tokens lie, and where the kept ones belong.
+            kept: int64 ``[layers, kv_heads, tokens]``: their slots, ascending.
+        """
+        store = self.stores[moved.group]
+        assert isinstance(store, PagedKV)
+        with torch.inference_mode():
+            last = int(moved.target[-1])
+            if moved.group in self.unclean and last not in moved.source:
+                self._zero(moved.group, last)
+            move(store, moved.source, moved.target, kept)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks, all layers of their group: what a fork needs before either sequence goes on."""
@@ -125,9 +149,8 @@ class Runner:
                 source, target = (self._offset(copy.group, block) for block in (copy.source, copy.target))
                 self.arena[target : target + size] = self.arena[source : source + size]
 
-    def _memory(self, group: Group, number: int, scratch: Scratch) -> Memory:
+    def _memory(self, group: Group, store: Store) -> Memory:
         """The group's memory as its layers see it: compiled kernels' where there are any and they can."""
-        store = store_of(self.arena, group, self.layout, number, scratch)
         if isinstance(store, StateStore):
             return store
         decoder = self.decoder
@@ -169,18 +192,20 @@ class Runner:
         return Step(
             tokens=torch.from_numpy(tokens.astype(np.int64)),
             positions=torch.from_numpy(positions),
-            plans=[
-                self._plan(memory, [sequence.tables[number] for sequence in sequences], ordered)
-                for number, memory in enumerate(self.memories)
-            ],
+            plans=[self._plan(number, memory, ordered) for number, memory in enumerate(self.memories)],
             sampled=torch.from_numpy(sampled),
+            observer=None if self.watch is None else self.watch(ordered),
         )
 
-    def _plan(self, memory: Memory, tables: Sequence[Index], chunks: Sequence[Chunk]) -> Plan:
-        parts = list(zip(tables, chunks, strict=True))
+    def _plan(self, number: int, memory: Memory, chunks: Sequence[Chunk]) -> Plan:
+        parts = [(chunk.request.sequence, chunk.start, chunk.count) for chunk in chunks]
         if isinstance(memory, StateStore):
-            return memory.plan([StateSpan(table=t, start=chunk.start, count=chunk.count) for t, chunk in parts])
-        return memory.plan([Span(table=t, start=chunk.start, count=chunk.count) for t, chunk in parts])
+            return memory.plan(
+                [StateSpan(table=s.tables[number], start=start, count=count) for s, start, count in parts]
+            )
+        return memory.plan(
+            [Span(table=s.tables[number], start=start - s.dropped[number], count=count) for s, start, count in parts]
+        )
 
 
 def _codecs(group: Group) -> set[str]:

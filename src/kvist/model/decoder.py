@@ -15,7 +15,7 @@ from kvist.model.families import network_of
 from kvist.model.feed_forward import feed_forward_of
 from kvist.model.linear import Logits
 from kvist.model.mixers import Pass, Places, mixer_of
-from kvist.model.mixers.places import Plan
+from kvist.model.mixers.places import Observer, Plan
 from kvist.model.network import Block, Norm
 from kvist.model.norms import AnyNorm, FusedResidual, LayerNorm, PlainResidual, Residual, RMSNorm, Stream
 from kvist.model.rotary import Rotary
@@ -34,12 +34,14 @@ class Step:
         positions: int64 ``[tokens]``.
         plans: one for each group.
         sampled: rows whose logits are wanted, int64.
+        observer: what looks at attention's queries, if anything does.
     """
 
     tokens: Tensor
     positions: Tensor
     plans: Sequence[Plan]
     sampled: Tensor
+    observer: Observer | None = None
 
 
 class Decoder:
@@ -112,6 +114,7 @@ class Decoder:
             positions=step.positions,
             rotations=[rotary.tables(step.positions, self.dtype, self.kernels) for rotary in self.rotaries],
             plans=step.plans,
+            observer=step.observer,
         )
         stream: Stream
         if self.differentiable:

@@ -71,13 +71,16 @@ class Capacity:
             )
 
 
-def allocated_bytes(groups: Sequence[Group], length: int, in_flight: int = 0) -> int:
+def allocated_bytes(groups: Sequence[Group], length: int, in_flight: int = 0, pruned: int = 0) -> int:
     """Bytes of the blocks that a sequence of ``length`` stored tokens holds while ``in_flight`` more are computed.
 
     Whole blocks in every group; a window or chunk has given back the blocks that its next query does not see, and a
-    state is one block a layer.
+    state is one block a layer. Groups that are pruned lack ``pruned`` of the tokens.
     """
-    return sum(group.live_blocks(length, in_flight) * group.block_bytes for group in groups)
+    return sum(
+        group.live_blocks(length - pruned if group.prunable else length, in_flight) * group.block_bytes
+        for group in groups
+    )
 
 
 def capacity_of(

@@ -16,10 +16,10 @@ a model.
                        "free", "cached", "held", "block_states", "held_by"}]
     tree             {"tokens", "nodes": [{"id", "parent", "tokens", "users", "last_used", "text"}]}, biggest first;
                      "text" is what the beginning of the tokens says, null where the prompt was salted
-    requests         [{"id", "state": "running"|"waiting", "prompt_tokens", "output_tokens", "length", "hit_tokens",
-                       "blocks": {group: count}, "bytes", "planned_bytes", "age_seconds"}]
+    requests         [{"id", "state": "running"|"waiting", "prompt_tokens", "output_tokens", "length", "pruned_tokens",
+                       "hit_tokens", "blocks": {group: count}, "bytes", "planned_bytes", "age_seconds"}]
     counters         {"requests", "finished", "preempted", "refused", "prompt_tokens", "output_tokens",
-                      "hit_tokens", "query_tokens"}
+                      "hit_tokens", "query_tokens", "pruned_tokens", "pruned_blocks"}
     speed            {"tokens_per_second"}
 
 ``block_states`` is one letter a block in the order of block ids, run-length coded as count and letter,
@@ -102,6 +102,7 @@ class Backend(Protocol):
         params: "SamplingParams",
         *,
         cache_salt: str = "",
+        evict: str | None = None,
         on_event: Callable[[Event], None],
     ) -> str:
         """Queue a request and return its id; ``on_event`` is called from the engine's thread.

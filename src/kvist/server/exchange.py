@@ -153,7 +153,9 @@ class Exchange:
         finally:
             self._work = None
 
-    def submit(self, prompt_ids: list[int], params: "SamplingParams", *, cache_salt: str) -> None:
+    def submit(
+        self, prompt_ids: list[int], params: "SamplingParams", *, cache_salt: str, evict: str | None = None
+    ) -> None:
         """Hand one more choice to the engine.
 
         Raises:
@@ -161,7 +163,7 @@ class Exchange:
         """
         choice = Choice(index=len(self.choices), prompt_tokens=len(prompt_ids))
         choice.request_id = self._backend.submit(
-            prompt_ids, params, cache_salt=cache_salt, on_event=self._bridge.sink(self, choice.index)
+            prompt_ids, params, cache_salt=cache_salt, evict=evict, on_event=self._bridge.sink(self, choice.index)
         )
         self.choices.append(choice)
         self._open += 1

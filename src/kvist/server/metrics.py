@@ -24,6 +24,8 @@ COUNTERS = {
     "kvist_prefix_cache_queries": ("query_tokens", "Prompt tokens looked up in the prefix cache."),
     "kvist_prefix_cache_hits": ("hit_tokens", "Prompt tokens found in the prefix cache."),
     "kvist_num_preemptions": ("preempted", "Requests preempted to make room, to be recomputed."),
+    "kvist_pruned_tokens": ("pruned_tokens", "Tokens of running requests that pruning has dropped."),
+    "kvist_pruned_blocks": ("pruned_blocks", "Blocks that pruning has given back."),
     "kvist_num_refused": ("refused", "Requests refused because they could never fit."),
 }
 """Prometheus name (without ``_total``) -> key of the snapshot's counters, help."""

@@ -162,7 +162,7 @@ async def _answer(
             rooms = [_room(service.backend, ids, given.limit, given.field) for ids in given.ids]
             for ids, room in zip(given.ids, rooms, strict=True):
                 for copy in range(body.n):
-                    exchange.submit(ids, _sampling(body, room, copy), cache_salt=body.cache_salt)
+                    exchange.submit(ids, _sampling(body, room, copy), cache_salt=body.cache_salt, evict=body.evict)
                     await exchange.breathe()
             envelope = Envelope(
                 given.shape, model=service.backend.model_id, fingerprint=service.fingerprint,

@@ -27,8 +27,8 @@ def serve(args: Namespace) -> int:
     """Serve a model until SIGTERM or SIGINT; return the exit code.
 
     ``args`` has what the command line gives: model, host, port, memory, key, value and what else says a format, dtype,
-    block, max_running, max_context, api_key. The last may also come from the variable ``KVIST_API_KEY``, which no
-    process list shows.
+    block, evict, max_running, max_context, api_key. The last may also come from the variable ``KVIST_API_KEY``, which
+    no process list shows.
 
     Raises:
         InputError: the address cannot be used, or the engine refuses its settings.
@@ -42,7 +42,7 @@ def serve(args: Namespace) -> int:
 
         given = {
             "dtype": args.dtype, "block_tokens": args.block, "max_running": args.max_running,
-            "max_context": args.max_context, "memory": args.memory,
+            "max_context": args.max_context, "memory": args.memory, "evict": args.evict,
         }  # fmt: skip
         settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if format_said(args):

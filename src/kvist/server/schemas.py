@@ -13,6 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
+from kvist.errors import InputError
+from kvist.spec.pruning import Pruning
+
 # Answers to one request: the number of its prompts times n.
 MAX_ANSWERS = 512
 MAX_CHOICES = 128
@@ -106,6 +109,16 @@ def _stops(value: Any) -> Any:
     return stops
 
 
+def _pruning(value: Any) -> Any:
+    """How the request is pruned, as ``kvist serve --evict`` writes it; null leaves it to the server."""
+    if isinstance(value, str):
+        try:
+            Pruning.read(value)
+        except InputError as error:
+            raise _wrong(str(error).removeprefix("evict: ")) from None
+    return value
+
+
 def _content(value: Any) -> Any:
     """Text of a message: a string, or a list of text parts, which are joined by newlines as other servers do."""
     if not isinstance(value, list):
@@ -177,6 +190,7 @@ class GenerationRequest(BaseModel):
     stream_options: StreamOptions | None = None
     user: str | None = None
     cache_salt: str = Field("", max_length=1024)
+    evict: Annotated[str | None, BeforeValidator(_pruning)] = None
 
     @model_validator(mode="before")
     @classmethod

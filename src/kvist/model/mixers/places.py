@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -16,6 +17,20 @@ from kvist.spec.layers import Layer
 from kvist.store.states import StatePlan
 
 Plan = AttentionPlan | PagedPlan | ItemsPlan | LatentPlan | LatentItemsPlan | StatePlan
+
+
+class Observer(Protocol):
+    """Looks at the queries of a step: those of sequences that are to be pruned."""
+
+    def see(self, group: int, slot: int, queries: Tensor, sinks: Tensor | None) -> None:
+        """A layer has stored its keys and attended.
+
+        Args:
+            group: its number.
+            slot: the layer's place in it.
+            queries: ``[tokens, repeats, kv_heads, dim]``, as attention saw them; not valid after the call.
+            sinks: of the layer, float32 ``[repeats, kv_heads]``, where it has any.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +65,13 @@ class Pass:
         positions: int64 ``[tokens]``.
         rotations: of the network's rotary positions, in their order.
         plans: of every group.
+        observer: of the step, if there is one.
     """
 
     positions: Tensor
     rotations: Sequence[Rotation | FusedRotation]
     plans: Sequence[Plan]
+    observer: Observer | None = None
 
     def attention(self, group: int) -> AttentionPlan | PagedPlan | ItemsPlan:
         """The plan of a group whose layers attend."""

@@ -1,0 +1,247 @@
+"""When requests are pruned, and by what they have been seen to attend to.
+
+A request that is pruned is watched while it is computed: of its queries those that its method looks at are weighed
+against all keys before them (:func:`kvist.kernels.pruning.column_sums`). Prompts are weighed layer by layer, while
+attention runs; of answers the queries are put aside, and weighed many at a time. After a step that ends where a request
+is due (:meth:`kvist.spec.pruning.PruningPlan.due`) its slots are chosen, the cache manager gives blocks back, and the
+runner moves what is kept.
+
+Sums and positions take 8 bytes a layer, KV head and slot outside the arena, of methods that look at attention.
+"""
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from kvist.cache.sequence import Sequence
+from kvist.engine.runner import Runner
+from kvist.kernels.attention import PagedMemory
+from kvist.kernels.cpu import PagedAttention
+from kvist.kernels.pruning import Observed, column_sums, select
+from kvist.scheduler import Chunk, Request, Scheduler
+from kvist.spec.pruning import SLACK, PruningPlan
+from kvist.store.survivors import Keys
+
+
+class Pruner:
+    """Watches and prunes the requests of one scheduler; a runner has one.
+
+    Args:
+        runner: that computes them, and whose arena it is.
+        scheduler: whose they are.
+    """
+
+    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.groups = [number for number, group in enumerate(scheduler.manager.groups) if group.prunable]
+        self._watched: dict[str, _Watched] = {}
+        self._later: list[_Watched] = []
+        runner.watch = self.watch
+
+    def watch(self, chunks: Seq[Chunk]) -> "_Step | None":
+        """What looks at the queries of a step with these chunks; None where nobody needs it."""
+        parts: list[_Part] = []
+        row = 0
+        for chunk in chunks:
+            plan = chunk.request.sequence.pruning
+            if plan is not None and plan.method.observes:
+                part = self._part(plan, chunk, row)
+                if part is not None:
+                    parts.append(part)
+            row += chunk.count
+        self._later = [part.watched for part in parts if part.later]
+        return _Step(parts) if parts else None
+
+    def _part(self, plan: PruningPlan, chunk: Chunk, row: int) -> "_Part | None":
+        """The queries of a chunk that are looked at."""
+        end = chunk.start + chunk.count
+        first = max(chunk.start, plan.prompt - plan.method.observes)
+        if first >= end or (not plan.method.bounded and (chunk.start >= plan.prompt or plan.keep >= plan.prompt)):
+            return None
+        request = chunk.request
+        watched = self._watched.get(request.id)
+        if watched is None or watched.end != chunk.start:
+            watched = self._watched[request.id] = _Watched(self, request.sequence, first)
+        watched.end = end
+        rows = slice(row + first - chunk.start, row + chunk.count)
+        later = chunk.count == 1 and chunk.start >= plan.prompt
+        return _Part(watched, rows, end - request.sequence.pruned, later=later)
+
+    def prune(self, chunks: Seq[Chunk]) -> None:
+        """Prune those of a step's requests that are due; the step has been committed."""
+        with torch.inference_mode():
+            for watched in self._later:
+                watched.count()
+            self._later = []
+            for chunk in chunks:
+                sequence = chunk.request.sequence
+                plan = sequence.pruning
+                if plan is None or sequence.length < plan.due(chunk.start, sequence.pruned):
+                    continue
+                if sequence.length - sequence.pruned > plan.target(sequence.length):
+                    self._prune(chunk.request, plan)
+
+    def _prune(self, request: Request, plan: PruningPlan) -> None:
+        sequence = request.sequence
+        watched = self._watched.get(request.id) or _Watched(self, sequence, sequence.length)
+        watched.weigh()
+        length, slots, target = sequence.length, sequence.length - sequence.pruned, plan.target(sequence.length)
+        moves = self.scheduler.compact(request)
+        if moves is None:
+            return
+        for moved in moves:
+            tally = watched.tallies[moved.group]
+            seen = tally.observed(slots, length, plan.recent(length), watched.first)
+            kept = select(plan.pruning.method, seen, keep=target, sinks=plan.pruning.sinks)
+            self.runner.compact(moved, kept)
+            tally.keep(kept, slots, length)
+        if not plan.method.bounded:
+            self.forget(request.id)
+
+    def forget(self, request_id: str) -> None:
+        """A request is over, or needs to be watched no longer."""
+        self._watched.pop(request_id, None)
+
+
+class _Watched:
+    """What is known of one request's attention.
+
+    Attributes:
+        first: position of the first query that was looked at.
+        end: position behind the last.
+    """
+
+    def __init__(self, pruner: Pruner, sequence: Sequence, first: int) -> None:
+        self.sequence = sequence
+        self.first = first
+        self.end = first
+        self.tallies = {number: _Tally(pruner.runner, number) for number in pruner.groups}
+
+    def count(self) -> None:
+        """One more query was put aside in every layer."""
+        for tally in self.tallies.values():
+            tally.held += 1
+        if tally.held == SLACK:
+            self.weigh()
+
+    def weigh(self) -> None:
+        """Weigh the queries that were put aside; no key that they saw has been dropped since."""
+        slots = self.sequence.length - self.sequence.pruned
+        for number, tally in self.tallies.items():
+            tally.weigh(Keys(tally.store, self.sequence.tables[number], slots, tally.dtype))
+
+
+class _Tally:
+    """What the keys of one group have drawn, in one sequence.
+
+    Attributes:
+        sums: float32 ``[layers, kv_heads, room]``: column sums.
+        positions: int64 ``[layers, kv_heads, kept]``: of the tokens in the first slots, once some were dropped; those
+            behind them have followed one after the other.
+    """
+
+    def __init__(self, runner: Runner, number: int) -> None:
+        memory = runner.memories[number]
+        assert isinstance(memory, PagedAttention | PagedMemory)
+        self.store = memory.store
+        self.scores = memory.scores
+        self.dtype = runner.decoder.dtype
+        self.layers = len(self.store.group.layers)
+        self.sums = torch.zeros(self.layers, self.store.kv_heads, 0)
+        self.positions: Tensor | None = None
+        self.sinks: dict[int, Tensor | None] = {}
+        self.aside: list[Tensor | None] = [None] * self.layers
+        self.held = 0
+
+    def add(self, slot: int, queries: Tensor, keys: Keys, sinks: Tensor | None) -> None:
+        """Weigh the queries ``[queries, repeats, kv_heads, dim]`` of the last of these keys."""
+        self.make_room(keys.tokens)
+        self.sums[slot, :, : keys.tokens] += column_sums(queries, keys.read(slot), self.scores, sinks)
+
+    def put_aside(self, slot: int, query: Tensor, sinks: Tensor | None) -> None:
+        """Keep one query ``[1, repeats, kv_heads, dim]`` for later."""
+        aside = self.aside[slot]
+        if aside is None:
+            aside = self.aside[slot] = query.new_empty(SLACK, *query.shape[1:])
+            self.sinks[slot] = sinks
+        aside[self.held : self.held + 1] = query
+
+    def weigh(self, keys: Keys) -> None:
+        """Weigh what was put aside: queries of the last of these keys."""
+        if not self.held:
+            return
+        for slot, aside in enumerate(self.aside):
+            assert aside is not None
+            self.add(slot, aside[: self.held], keys, self.sinks[slot])
+        self.held = 0
+
+    def make_room(self, slots: int) -> None:
+        """Let sums be kept of so many slots."""
+        room = self.sums.shape[-1]
+        if room < slots:
+            grown = torch.zeros(*self.sums.shape[:2], slots + SLACK + slots // 4)
+            grown[..., :room] = self.sums
+            self.sums = grown
+
+    def observed(self, slots: int, length: int, recent: int, first: int) -> Observed:
+        """What a method chooses ``slots`` of a sequence of ``length`` positions by."""
+        self.make_room(slots)
+        ages = length - self.all_positions(slots, length).clamp(min=first)
+        return Observed(sums=self.sums[..., :slots], ages=ages.float(), recent=recent)
+
+    def all_positions(self, slots: int, length: int) -> Tensor:
+        """Position of each slot's token, int64, broadcast to ``[layers, kv_heads, slots]``."""
+        if self.positions is None:
+            return torch.arange(slots)
+        after = torch.arange(length - slots + self.positions.shape[-1], length)
+        return torch.cat((self.positions, after.expand(*self.positions.shape[:2], -1)), dim=-1)
+
+    def keep(self, kept: Tensor, slots: int, length: int) -> None:
+        """Forget all but the kept slots, int64 ``[layers, kv_heads, kept]``."""
+        self.positions = self.all_positions(slots, length).expand(*kept.shape[:2], -1).gather(-1, kept)
+        sums = torch.zeros(*kept.shape[:2], kept.shape[-1] + SLACK)
+        sums[..., : kept.shape[-1]] = self.sums.gather(-1, kept)
+        self.sums = sums
+
+
+class _Part:
+    """The queries of one request that a step looks at.
+
+    Args:
+        watched: the request.
+        rows: theirs in the step; they end with the chunk.
+        slots: keys up to the last of them.
+        later: they are put aside.
+    """
+
+    def __init__(self, watched: _Watched, rows: slice, slots: int, *, later: bool) -> None:
+        self.watched = watched
+        self.rows = rows
+        self.later = later
+        sequence = watched.sequence
+        self.keys = {}
+        if not later:
+            self.keys = {
+                number: Keys(tally.store, sequence.tables[number], slots, tally.dtype)
+                for number, tally in watched.tallies.items()
+            }
+
+
+class _Step:
+    """Looks at the queries of one step."""
+
+    def __init__(self, parts: list[_Part]) -> None:
+        self.parts = parts
+
+    def see(self, group: int, slot: int, queries: Tensor, sinks: Tensor | None) -> None:
+        """As :meth:`kvist.model.mixers.places.Observer.see`."""
+        for part in self.parts:
+            tally = part.watched.tallies.get(group)
+            if tally is None:
+                continue
+            if part.later:
+                tally.put_aside(slot, queries[part.rows], sinks)
+            else:
+                tally.add(slot, queries[part.rows], part.keys[group], sinks)
