@@ -14,6 +14,7 @@ KERNELS = Path("src/kvist/kernels")
 SOURCES = (
     "cpu.cpp",
     "cpu_attention.cpp",
+    "cpu_attention_few.cpp",
     "cpu_elementwise.cpp",
     "cpu_matrix.cpp",
     "cpu_matrix_few.cpp",

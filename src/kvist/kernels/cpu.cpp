@@ -34,9 +34,9 @@ bool has_avx512() {
 bool ask_for_amx() {
     unsigned a = 0, b = 0, c = 0, d = 0;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-    const bool tiles = (d >> 24 & 1) != 0, bf16 = (d >> 22 & 1) != 0;
+    const bool tiles = (d >> 24 & 1) != 0, bf16 = (d >> 22 & 1) != 0, bytes = (d >> 25 & 1) != 0;
     constexpr long request_permission = 0x1023, tile_data = 18;
-    return tiles && bf16 && syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+    return tiles && bf16 && bytes && syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 }
 #else
 bool has_avx512() { return false; }

@@ -25,17 +25,15 @@
 #endif
 #include <immintrin.h>
 
+#include "cpu_attention_few.h"
 #include "cpu_avx512.h"
+#include "cpu_blocks.h"
 #include "cpu_codecs.h"
 
 namespace kvist::avx512 {
 namespace {
 
-constexpr int kKeys = 128;       // keys of one pass over a job's queries
-constexpr int kAhead = 2;        // passes ahead of which keys and values are asked for
 constexpr int kMaxTiles = 16;    // of 16 queries in a job
-constexpr float kHidden = -0x1p100f;  // score of a key that is not seen: finite, and exact under any factor
-constexpr float kSlack = 8;        // sums are brought to a new maximum when it is larger by this power of two
 
 // ---- one job --------------------------------------------------------------------------------------------------------
 
@@ -56,7 +54,7 @@ struct alignas(64) Scratch {
 class Job {
   public:
     Job(const Plan& plan, bool amx, const char* arena, const bf16* q, std::int64_t q_stride, Scratch& scratch)
-        : plan_(plan), shape_(plan.geometry), amx_(amx), arena_(arena), q_(q), q_stride_(q_stride), s_(scratch) {
+        : plan_(plan), shape_(plan.geometry), amx_(amx), blocks_(shape_, arena), q_(q), q_stride_(q_stride), s_(scratch) {
         // Scores are kept in powers of two.
         factor_ = plan.scale * 1.44269504f;
     }
@@ -119,23 +117,9 @@ class Job {
         std::memset(s_.out[place], 0, sizeof(float) * kLanes * shape_.dim);
     }
 
-    // Where the block that holds a key lies, and the key's place in it.
-    const char* block_of(const Unit& unit, std::int64_t key) const {
-        return arena_ + unit.offsets[key / shape_.block_tokens];
-    }
-    int slot_of(std::int64_t key) const { return static_cast<int>(key % shape_.block_tokens); }
-
-    // Sixteen tokens' vectors of a run stored in rows, as bf16: in place, or unpacked to `to`. What lies behind the
-    // `count`-th in place is not looked at.
-    const char* rows_of(Codec codec, const char* run, int slot, int count, bf16* to) const {
-        if (codec == Codec::kBfloat16) return run + static_cast<std::int64_t>(slot) * shape_.dim * 2;
-        unpack_rows(codec, run, shape_.block_tokens, slot, shape_.dim, count, to);
-        return reinterpret_cast<const char*>(to);
-    }
-
     const char* keys_of(const Unit& unit, int head, std::int64_t key, std::int64_t end, bf16* to) const {
         const int count = static_cast<int>(std::min<std::int64_t>(end - key, kLanes));
-        return rows_of(shape_.key, block_of(unit, key) + shape_.key_run(head), slot_of(key), count, to);
+        return blocks_.rows(shape_.key, blocks_.keys(unit, head, key), blocks_.slot(key), count, to);
     }
 
     // Keys `first … end - 1` for all queries of the job; `first` is a multiple of 16, and keys before `begin` are not
@@ -163,22 +147,6 @@ class Job {
             for (int i = 0; i < together; ++i) softmax(tile + i, i, first, begin, end, padded * kLanes);
             outputs(tile, together, padded / 2);
         }
-    }
-
-    // Asks for one head's sixteen keys and values of a later pass, which lie in blocks here and there.
-    void fetch(const Unit& unit, int head, std::int64_t key) const {
-        if (key >= last_key_) return;
-        const char* block = block_of(unit, key);
-        fetch(block + shape_.key_run(head), shape_.key, shape_.key_run_bytes, slot_of(key));
-        fetch(block + shape_.value_run(head), shape_.value, shape_.value_run_bytes, slot_of(key));
-    }
-
-    // Of a run with scales all, where it is a block of sixteen tokens; in longer ones they lie here and there.
-    void fetch(const char* run, Codec codec, std::int64_t run_bytes, int slot) const {
-        if (has_scales(codec) && shape_.block_tokens > kLanes) return;
-        const std::int64_t bytes = run_bytes / shape_.block_tokens * kLanes;
-        run += run_bytes / shape_.block_tokens * slot;
-        for (std::int64_t at = 0; at < bytes; at += 64) _mm_prefetch(run + at, _MM_HINT_T1);
     }
 
     // S^T of the queries of several heads, each in its own lanes.
@@ -235,14 +203,18 @@ class Job {
             for (int i = 0; i < 2; ++i) {
                 const std::int64_t key = first + (g + i) * kLanes;
                 count[i] = static_cast<int>(std::clamp<std::int64_t>(end - key, 0, kLanes));
-                fetch(unit, head, key + kAhead * kKeys);
+                if (key + kAhead * kKeys < last_key_) {
+                    const char* ahead = blocks_.of(unit, key + kAhead * kKeys);
+                    blocks_.fetch_keys(ahead, head, blocks_.slot(key + kAhead * kKeys));
+                    blocks_.fetch_values(ahead, head, blocks_.slot(key + kAhead * kKeys));
+                }
                 const std::int64_t there = count[i] > 0 ? key : first;
-                const char* run = block_of(unit, there) + shape_.value_run(head);
+                const char* run = blocks_.values(unit, head, there);
                 if (has_scales(shape_.value))
-                    unpack_values(shape_.value, run, shape_.block_tokens, slot_of(there), shape_.dim, count[i],
+                    unpack_values(shape_.value, run, shape_.block_tokens, blocks_.slot(there), shape_.dim, count[i],
                                   s_.values[0] + (g + i) * kLanes, kKeys);
                 else
-                    half[i] = rows_of(shape_.value, run, slot_of(there), count[i], s_.rows[i][0]);
+                    half[i] = blocks_.rows(shape_.value, run, blocks_.slot(there), count[i], s_.rows[i][0]);
             }
             if (has_scales(shape_.value)) continue;
             for (int d = 0; d < shape_.dim; d += 32) {
@@ -488,7 +460,7 @@ class Job {
     const Plan& plan_;
     const Geometry& shape_;
     const bool amx_;
-    const char* arena_;
+    const Blocks blocks_;
     const bf16* q_;
     const std::int64_t q_stride_;
     Scratch& s_;
@@ -522,12 +494,21 @@ void attend(Plan& plan, const Team& team, bool amx, char* arena, const bf16* q, 
     std::atomic<std::int64_t> next{0};
     team.run([&] {
         Job job(plan, amx, arena, q, q_stride, of_this_thread<Scratch>());
-        if (amx) tiles_begin();
+        // Few queries have tiles of their own.
+        bool few = true;
         for (;;) {
             const std::int64_t index = next.fetch_add(1, std::memory_order_relaxed);
             if (index >= jobs) break;
             const Task& task = plan.tasks[index];
-            job.run(plan.units[task.unit], task.head, task.heads, out, plan.partials.data());
+            const Unit& unit = plan.units[task.unit];
+            if (amx && are_few(plan, unit)) {
+                attend_few(plan, arena, q, q_stride, unit, task.head, task.heads, out);
+                few = true;
+                continue;
+            }
+            if (amx && few) tiles_begin();
+            few = false;
+            job.run(unit, task.head, task.heads, out, plan.partials.data());
         }
         if (amx) tiles_end();
     });
