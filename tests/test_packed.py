@@ -36,11 +36,34 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "Q8_0"])
+def unpacked(codes: Codes) -> torch.Tensor:
+    scales, minima = (t.double().repeat_interleave(32, dim=1) for t in (codes.scales, codes.minima))
+    return codes.codes.double() * scales + minima
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "Q5_0", "Q8_0"])
 def test_codes_are_what_the_gguf_package_unpacks(kind):
     codes, expected = matrix_of(kind, 7, 160)
-    scales, minima = (t.double().repeat_interleave(32, dim=1) for t in (codes.scales, codes.minima))
-    torch.testing.assert_close(codes.codes.double() * scales + minima, expected, rtol=0, atol=1e-7)
+    torch.testing.assert_close(unpacked(codes), expected, rtol=0, atol=1e-7)
+
+
+def test_blocks_of_256_are_what_the_gguf_package_unpacks():
+    rng = np.random.default_rng(5)
+    blocks = rng.integers(0, 256, (9, 2, 144), np.uint8)
+    factors = rng.uniform(-0.01, 0.01, (9, 2, 2)).astype(np.float16)
+    blocks[..., :4] = factors.view(np.uint8)
+    stored = blocks.reshape(9, -1)
+    expected = torch.from_numpy(dequantize(stored, GGMLQuantizationType.Q4_K)).double()
+    found = unpacked(Codes.of_blocks(torch.from_numpy(stored), "Q4_K"))
+    # Two products are rounded to float16.
+    assert (found - expected).abs().max() < 2**-10 * expected.abs().max()
+
+
+def test_codes_of_two_widths_are_stacked_as_bytes():
+    parts = [matrix_of("Q4_1", 8, 64), matrix_of("Q5_0", 4, 64)]
+    stacked = Codes.stack([codes for codes, _ in parts])
+    assert stacked.bits == 8
+    torch.testing.assert_close(unpacked(stacked), torch.cat([weight for _, weight in parts]), rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("kind", KINDS)

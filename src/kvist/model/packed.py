@@ -1,9 +1,9 @@
 """Weights that stay packed: a product of few rows is as slow as its weight is large.
 
-A step that decodes few sequences reads every weight for a handful of multiplications. GGUF's Q4_0 and Q4_1 hold a
-weight in a quarter of the bytes of bf16, Q8_0 in half. Where the C++ kernels run, they multiply with such weights as
-they are (:mod:`kvist.kernels.matrix`). Elsewhere PyTorch's operator for 4 bits serves few rows: it unpacks anew for
-every few of them, so that larger steps are faster on unpacked weights, and both are kept.
+A step that decodes few sequences reads every weight for a handful of multiplications. GGUF's Q4_0, Q4_1 and Q4_K hold a
+weight in a quarter of the bytes of bf16; Q8_0, and Q5_0 as bytes, in half. Where the C++ kernels run, they multiply
+with such weights as they are (:mod:`kvist.kernels.matrix`). Elsewhere PyTorch's operator for 4 bits serves few rows: it
+unpacks anew for every few of them, so that larger steps are faster on unpacked weights, and both are kept.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,8 @@ FEW_ROWS = 4
 GROUP = 32
 """Elements with one scale in GGUF's blocks."""
 
-_FORMATS = {"Q4_0": (4, 2), "Q4_1": (4, 4), "Q8_0": (8, 2)}  # bits of a code, bytes of a block before its codes
+_SUPER = 256
+"""Elements of a block of the K types, which hold scales of their own for every 32."""
 
 # The kernel wants rows in whole vectors, and packs blocks of 64 of them.
 _ROWS_MULTIPLE = 16
@@ -46,36 +47,29 @@ class Codes:
     @staticmethod
     def reads(kind: str) -> bool:
         """Whether tensors of this GGUF type are such matrices."""
-        return kind in _FORMATS
+        return kind in _READERS
 
     @classmethod
     def of_blocks(cls, raw: Tensor, kind: str) -> "Codes":
-        """Read rows of blocks, uint8 ``[rows, bytes]``, of type Q4_0, Q4_1 or Q8_0.
+        """Read rows of blocks, uint8 ``[rows, bytes]``, of a type that :meth:`reads` knows; ggml-common.h draws them.
 
-        Blocks are as in ggml-common.h: a scale ``d`` and in Q4_1 a minimum ``m``, both float16. Then 16 bytes whose low
-        halves are elements 0 to 15 and whose high halves are elements 16 to 31, ``w = (code - 8) d`` or ``code d + m``;
-        in Q8_0 32 signed bytes, ``w = code d``.
+        Q4_K's scales and minima are products, which are rounded to float16, by less than 2^-11 of themselves; all else
+        is exact.
         """
-        bits, head = _FORMATS[kind]
-        blocks = raw.view(len(raw), -1, head + GROUP * bits // 8)
-        factors = blocks[..., :head].contiguous().view(torch.float16)
-        scales = factors[..., 0]
-        if bits == 8:
-            codes, minima = blocks[..., head:].view(torch.int8), torch.zeros_like(scales)
-        else:
-            nibbles = blocks[..., head:]
-            codes = torch.cat((nibbles & 15, nibbles >> 4), dim=-1)
-            minima = factors[..., 1] if kind == "Q4_1" else -8 * scales
-        return cls(bits=bits, codes=codes.reshape(len(raw), -1), scales=scales, minima=minima)
+        bits, codes, scales, minima = _READERS[kind](raw)
+        rows = len(raw)
+        return cls(
+            bits=bits, codes=codes.reshape(rows, -1), scales=scales.reshape(rows, -1), minima=minima.reshape(rows, -1)
+        )
 
     @classmethod
-    def stack(cls, parts: Sequence["Codes"]) -> "Codes | None":
-        """The rows of all parts, in order; None where their codes are not equally wide."""
-        if len({part.bits for part in parts}) != 1:
-            return None
+    def stack(cls, parts: Sequence["Codes"]) -> "Codes":
+        """The rows of all parts, in order; codes of 4 bits become bytes beside others."""
+        bits = max(part.bits for part in parts)
+        narrow = bits == 4
         return cls(
-            bits=parts[0].bits,
-            codes=torch.cat([part.codes for part in parts]),
+            bits=bits,
+            codes=torch.cat([part.codes if narrow else part.codes.to(torch.int8) for part in parts]),
             scales=torch.cat([part.scales for part in parts]),
             minima=torch.cat([part.minima for part in parts]),
         )
@@ -83,6 +77,69 @@ class Codes:
     def moved(self, move: Callable[[Tensor], Tensor]) -> "Codes":
         """The matrix with its rows, or whole groups of its columns, in another order; ``move`` sees 2 dimensions."""
         return Codes(bits=self.bits, codes=move(self.codes), scales=move(self.scales), minima=move(self.minima))
+
+
+def _halves(raw: Tensor) -> Tensor:
+    return raw.contiguous().view(torch.float16)
+
+
+def _nibbles(raw: Tensor) -> Tensor:
+    """Of each row of bytes first the low halves, then the high ones."""
+    return torch.cat((raw & 15, raw >> 4), dim=-1)
+
+
+_Parts = tuple[int, Tensor, Tensor, Tensor]  # bits, codes, scales, minima
+
+
+def _q4_0(raw: Tensor) -> _Parts:
+    """``d`` and 16 bytes: ``w = (code - 8) d``."""
+    blocks = raw.view(len(raw), -1, 18)
+    scales = _halves(blocks[..., :2])
+    return 4, _nibbles(blocks[..., 2:]), scales, -8 * scales
+
+
+def _q4_1(raw: Tensor) -> _Parts:
+    """``d``, ``m`` and 16 bytes: ``w = code d + m``."""
+    blocks = raw.view(len(raw), -1, 20)
+    factors = _halves(blocks[..., :4])
+    return 4, _nibbles(blocks[..., 4:]), factors[..., 0], factors[..., 1]
+
+
+def _q5_0(raw: Tensor) -> _Parts:
+    """``d``, the 32 codes' fifth bits and 16 bytes: ``w = (code - 16) d``."""
+    blocks = raw.view(len(raw), -1, 22)
+    fifth = (blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    codes = _nibbles(blocks[..., 6:]) | fifth.flatten(-2) << 4
+    scales = _halves(blocks[..., :2])
+    return 8, codes.to(torch.int8) - 16, scales, torch.zeros_like(scales)
+
+
+def _q8_0(raw: Tensor) -> _Parts:
+    """``d`` and 32 signed bytes: ``w = code d``."""
+    blocks = raw.view(len(raw), -1, 34)
+    scales = _halves(blocks[..., :2])
+    return 8, blocks[..., 2:].view(torch.int8), scales, torch.zeros_like(scales)
+
+
+def _q4_k(raw: Tensor) -> _Parts:
+    """Of 256: ``d``, ``m``, 12 bytes with eight scales and minima of 6 bits, and 128 bytes, 32 for two groups:
+    ``w = code d scale - m minimum``."""
+    blocks = raw.view(len(raw), -1, _SUPER // 2 + 16)
+    factors = _halves(blocks[..., :4]).float()
+    first, second, rest = torch.split(blocks[..., 4:16], 4, dim=-1)
+    scales = torch.cat((first & 63, rest & 15 | first >> 6 << 4), dim=-1)
+    minima = torch.cat((second & 63, rest >> 4 | second >> 6 << 4), dim=-1)
+    codes = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:2], 4, GROUP))
+    return 4, codes, (factors[..., :1] * scales).half(), (-factors[..., 1:] * minima).half()
+
+
+_READERS: dict[str, Callable[[Tensor], _Parts]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q4_K": _q4_k,
+    "Q5_0": _q5_0,
+    "Q8_0": _q8_0,
+}
 
 
 class FewRows:

@@ -126,7 +126,7 @@ class Checkpoint:
                 return None
             parts.append(part)
         codes = Codes.stack(parts)
-        return codes if codes is None or move is None else codes.moved(move)
+        return codes if move is None else codes.moved(move)
 
     def norm(self, name: str, width: int) -> Tensor:
         """Read the multiplier of a norm, float32 ``[width]``."""
