@@ -150,19 +150,20 @@ def test_long_contexts(kernels, pair):
     Memory(*pair, **shape, parts=[(990, 20), (513, 1)], seed=2).check(kernels, window=700)
 
 
-@pytest.mark.parametrize("pair", [("int8", "int4"), ("int4a", "int8")], ids="-".join)
+@pytest.mark.parametrize("pair", [("int8", "int4"), ("int4a", "int8"), ("bf16", "bf16")], ids="-".join)
 def test_threads_change_nothing(kernels, pair):
-    """Long keys are cut for the threads, and sums then differ in their last places; short ones are not."""
+    """Long contexts are cut into as many parts for one thread as for many."""
+    parts = [(100, 9), (5000, 1), (0, 5), (2100, 30)]
     found = []
     threads = torch.get_num_threads()
     try:
-        for count in (1, 2):
+        for count in (1, 2, 3, 5):
             torch.set_num_threads(count)
-            memory = Memory(*pair, kv_heads=2, repeats=2, dim=64, tokens=16, parts=[(100, 9), (37, 1), (0, 5)], seed=3)
+            memory = Memory(*pair, kv_heads=2, repeats=2, dim=64, tokens=16, parts=parts, seed=3)
             found.append(memory.check(kernels))
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(*found)
+    assert all(torch.equal(one, found[0]) for one in found)
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "int4a", "fp8"])

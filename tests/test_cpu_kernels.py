@@ -180,7 +180,7 @@ def codes_of(kind, outputs, inputs):
     return Codes.of_blocks(torch.from_numpy(stored), kind), torch.from_numpy(dequantize(stored, number))
 
 
-@pytest.mark.parametrize("kind", ["BF16", "Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("kind", ["BF16", "Q4_0", "Q4_1", "Q5_0", "Q8_0"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (160, 576), (96, 1536), (608, 64)])
 @pytest.mark.parametrize("result", ["bf16", "f32", "silu", "gelu"])
 def test_products(kernels, kind, outputs, inputs, result):

@@ -39,7 +39,6 @@ class Plan:
         start: _Numbers,
         count: _Numbers,
         runs: _Numbers,
-        threads: int = 0,
     ) -> None: ...
     def attend(self, amx: bool, arena: int, q: int, q_stride: int, kv: int, kv_stride: int, out: int, /) -> None: ...
     def attend_anywhere(

@@ -90,7 +90,7 @@ NB_MODULE(_cpu, m) {
         .def("__init__",
              [](Plan* self, const Geometry& geometry, float scale, float softcap, std::int64_t window,
                 const Numbers& blocks, const Numbers& begin, const Numbers& start, const Numbers& count,
-                const Numbers& runs, int threads) {
+                const Numbers& runs) {
                  new (self) Plan{};
                  self->geometry = geometry;
                  self->scale = scale;
@@ -99,11 +99,10 @@ NB_MODULE(_cpu, m) {
                  std::vector<Run> shared;
                  for (std::size_t i = 0; i + 4 <= runs.size(); i += 4)
                      shared.push_back({runs(i), runs(i + 1), runs(i + 2), runs(i + 3)});
-                 make_plan(*self, {copied(blocks), copied(begin), copied(start), copied(count)}, shared,
-                           threads > 0 ? threads : team.threads());
+                 make_plan(*self, {copied(blocks), copied(begin), copied(start), copied(count)}, shared);
              },
              nb::kw_only(), "geometry"_a, "scale"_a, "softcap"_a, "window"_a, "blocks"_a, "begin"_a, "start"_a,
-             "count"_a, "runs"_a, "threads"_a = 0)
+             "count"_a, "runs"_a)
         .def("attend",
              [](Plan& self, bool amx, std::uintptr_t arena, std::uintptr_t q, std::int64_t q_stride, std::uintptr_t kv,
                 std::int64_t kv_stride, std::uintptr_t out) {

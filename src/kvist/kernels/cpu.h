@@ -87,7 +87,7 @@ struct Run {
 };
 
 // Fills a plan that has its geometry, scale, softcap and window.
-void make_plan(Plan& plan, const Tables& tables, const std::vector<Run>& runs, int threads);
+void make_plan(Plan& plan, const Tables& tables, const std::vector<Run>& runs);
 
 // Memory that grows, aligned for the kernels; what it held is lost when it does. Out of line, so that files compiled
 // for AVX-512 emit no template of the standard library, which the linker might choose for all others.

@@ -217,8 +217,6 @@ class PagedAttention:
         repeats: query heads of a KV head.
     """
 
-    # For how many threads long contexts are cut; 0 for as many as there are.
-    threads = 0
     # Whether sinks take part.
     sinks = False
 
@@ -290,7 +288,6 @@ class PagedPlan:
             runs=np.array(
                 [(run.first_span, run.end_span, run.first_block, run.end_block) for run in runs], np.int64
             ).ravel(),
-            threads=memory.threads,
         )
 
     def attend(self, slot: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:

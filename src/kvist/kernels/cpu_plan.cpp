@@ -12,7 +12,10 @@ namespace {
 constexpr int kRows = 192;
 constexpr std::int64_t kResultElements = 192 * 64;
 // A part of a sequence's keys must be worth the merging of its result.
-constexpr std::int64_t kLeastKeys = 256;
+constexpr std::int64_t kLeastKeys = 512;
+// Tasks that long contexts are cut into, if they are long enough: for many threads, however few there are, so that
+// answers do not depend on them.
+constexpr std::int64_t kTasks = 32;
 constexpr std::int64_t kKeyStep = 128;
 
 struct Piece {
@@ -48,7 +51,7 @@ void cut_rows(std::vector<Piece>& pieces, Piece whole, int rows, std::int64_t st
 
 }  // namespace
 
-void make_plan(Plan& plan, const Tables& tables, const std::vector<Run>& runs, int threads) {
+void make_plan(Plan& plan, const Tables& tables, const std::vector<Run>& runs) {
     const Geometry& shape = plan.geometry;
     const int size = shape.block_tokens;
     const int rows_a_unit =
@@ -81,16 +84,16 @@ void make_plan(Plan& plan, const Tables& tables, const std::vector<Run>& runs, i
                     plan.offsets.data() + tables.begin[span]};
         cut_rows(pieces, whole, rows_a_unit, tables.start[span], plan.window, true);
     }
-    // Long pieces are cut along their keys as far as the threads need it to finish together.
+    // Long pieces are cut along their keys, so that threads finish together.
     std::int64_t total = 0;
     for (const Piece& piece : pieces) total += cost(piece, shape.repeats);
-    const std::int64_t target = std::max<std::int64_t>(1, total * shape.kv_heads / (threads * std::int64_t{4}));
+    const std::int64_t target = std::max<std::int64_t>(1, total * shape.kv_heads / kTasks);
     std::vector<Piece> parts;
     for (const Piece& piece : pieces) {
         const std::int64_t keys = piece.end_key - piece.first_key;
         const std::int64_t task = cost(piece, shape.repeats) * heads_together(piece.end_row - piece.first_row, shape);
-        std::int64_t count = threads == 1 ? 1 : (task + target - 1) / target;
-        count = std::clamp<std::int64_t>(count, 1, std::max<std::int64_t>(1, keys / kLeastKeys));
+        const std::int64_t most = std::max<std::int64_t>(1, keys / kLeastKeys);
+        const std::int64_t count = std::clamp<std::int64_t>((task + target - 1) / target, 1, most);
         const std::int64_t step = ((keys + count - 1) / count + kKeyStep - 1) / kKeyStep * kKeyStep;
         for (std::int64_t key = piece.first_key; key < piece.end_key;) {
             Piece part = piece;

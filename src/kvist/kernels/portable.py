@@ -17,14 +17,11 @@ from kvist.store.layouts import PagedKV
 # cpu_portable.h: kMaxDim and Type.
 _MOST_DIM = 512
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-# Long contexts are cut for as many threads, however many there are, so that answers do not depend on them.
-_THREADS = 8
 
 
 class PortableAttention(PagedAttention):
     """One group's memory as these kernels see it; arguments as of :class:`PagedAttention`."""
 
-    threads = _THREADS
     sinks = True
 
     @staticmethod
