@@ -22,7 +22,7 @@ from typing import Any
 from kvist.engine.answer import Event, FinishReason, TokenLogprob
 from kvist.engine.sampler import SamplingParams
 from kvist.engine.stream import StopMatcher
-from kvist.errors import DoesNotFit, EngineFailure
+from kvist.errors import DoesNotFit, EngineFailure, InputError
 
 BLOCK = 16
 EOS, BOS = 256, 257
@@ -140,6 +140,9 @@ class FakeLoop:
             self._work.notify()
         self._thread.join(10)
 
+    def context_behind(self, cartridge: str) -> int:
+        raise InputError(f"cartridge: {cartridge!r} is not loaded; loaded: none", key="cartridge")
+
     def submit(
         self,
         prompt_ids: list[int],
@@ -147,6 +150,7 @@ class FakeLoop:
         *,
         cache_salt: str = "",
         evict: str | None = None,
+        cartridge: str | None = None,
         on_event: Callable[[Event], None],
     ) -> str:
         text = self.tokenizer.decode(prompt_ids)

@@ -10,13 +10,13 @@ import torch
 from cartridge_models import TEXT, reading_model
 from safetensors.torch import load_file, save_file
 
-from kvist.cartridges.file import Cartridge, Manifest, load, read_manifest
-from kvist.cartridges.fingerprints import model_digest, rotary_positions
 from kvist.cartridges.student import Student
 from kvist.cli import main
 from kvist.engine.tokenizer import Tokenizer
 from kvist.errors import BadFile, InputError
+from kvist.model.fingerprints import model_digest, rotary_positions
 from kvist.spec.model import ModelSpec
+from kvist.store.cartridge_file import Cartridge, Manifest, load, read_manifest
 
 pytest.importorskip("transformers")
 

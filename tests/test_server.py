@@ -123,13 +123,15 @@ WRONG: list[tuple[str, Any, str]] = [
     ("cache_salt", 5, "string"),
     ("evict", "h2o", "is no budget of h2o"),
     ("evict", "lru:5", "is no method"),
+    ("cartridge", "manual", "'manual' is not loaded"),
+    ("cartridge", 5, "string"),
+    ("cartridge", ["manual", "other"], "one name"),
     # Known, but only without effect.
     ("presence_penalty", 0.5, "not supported"),
     ("frequency_penalty", -1, "not supported"),
     ("logit_bias", {"50": 1}, "not supported"),
     ("response_format", {"type": "json_object"}, "not supported"),
     ("tools", [{"type": "function"}], "not supported"),
-    ("cartridge", "manual", "not supported"),
     # Unknown.
     ("temprature", 1, "unknown field"),
     ("temprature", None, "unknown field"),

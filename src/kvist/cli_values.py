@@ -104,6 +104,29 @@ def evict(text: str) -> str:
 
 
 @_typed
+def named_file(text: str) -> tuple[str, str]:
+    """``NAME=FILE``."""
+    name, sign, file = text.partition("=")
+    if not name or not sign or not file:
+        raise InputError(f"value: {_short(text)} is not NAME=FILE")
+    return name, file
+
+
+def by_name(named: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Files by their names.
+
+    Raises:
+        InputError: two have the same name.
+    """
+    found: dict[str, str] = {}
+    for name, file in named:
+        if name in found:
+            raise InputError(f"cartridge: two are called {name!r}; give each its own name", key="cartridge")
+        found[name] = file
+    return found
+
+
+@_typed
 def weight_codec(text: str) -> str:
     """The name of a codec for weights."""
     from kvist.spec.parameters.storage import weight_codec_named

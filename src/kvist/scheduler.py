@@ -32,7 +32,7 @@ class Request:
     Attributes:
         id: unique among those that live.
         sequence: what it holds in the cache; ``sequence.tokens`` are its prompt and generated tokens.
-        prompt_tokens: length of the prompt.
+        prompt_tokens: length of the prompt, and of what is pinned before it.
         max_tokens: most tokens to generate.
         first_hit_tokens: prompt tokens found in the prefix tree when it was first admitted; None before.
         preemptions: times that it had to give its blocks back.
@@ -208,6 +208,8 @@ class Scheduler:
     tier_hit_tokens: dict[str, int] = field(default_factory=dict)
     _withdrawn: int = 0
     _stuck: "_Attempt | None" = None
+    # With the number of changes to what is pinned after which it was found.
+    _longest: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.preempt not in ("recompute", "swap"):
@@ -216,12 +218,14 @@ class Scheduler:
             raise InputError("preempt: swap needs a tier to swap to; add one, or use recompute", key="preempt")
 
     def longest(self) -> int:
-        """Longest sequence that a request may reach: the context, or what the cache holds of one sequence."""
-        return self._longest
+        """Longest sequence that a request may reach: the context, or what the cache holds of one sequence.
 
-    @cached_property
-    def _longest(self) -> int:
-        return self.manager.longest(self._least_chunk, self.limits.max_context)
+        What is pinned is not counted, whether the request begins with it or not.
+        """
+        changes = self.manager.pins.changes
+        if self._longest is None or self._longest[0] != changes:
+            self._longest = changes, self.manager.longest(self._least_chunk, self.limits.max_context)
+        return self._longest[1]
 
     @property
     def _least_chunk(self) -> int:
@@ -235,11 +239,23 @@ class Scheduler:
         max_tokens: int | None = None,
         key: PrefixKey = PrefixKey(),  # noqa: B008
         pruning: Pruning | None = None,
+        *,
+        pinned: int = 0,
+        apart: bool = False,
     ) -> Request:
         """Queue a prompt, int32 ``[size]``; without ``max_tokens`` it may generate as far as it can.
 
         With ``pruning`` no step goes past a length at which the request is to be pruned; whoever steps calls
         :meth:`compact` then.
+
+        Args:
+            request_id: unique among those that live.
+            tokens: of the prompt; the first ``pinned`` of them are placeholders.
+            max_tokens: most to generate.
+            key: what must be equal for its prefix to be shared.
+            pruning: how far it is pruned, what is pinned included.
+            pinned: tokens of a pinned run with which it begins; no part of what is counted.
+            apart: it takes no part in the tree, but for what is pinned.
 
         Raises:
             InputError: the prompt is empty, or longer than the context allows with ``max_tokens``.
@@ -247,6 +263,7 @@ class Scheduler:
         """
         try:
             sequence = self.manager.begin(tokens, key)
+            sequence.pinned, sequence.apart = pinned, apart
             sequence.pruning = pruning.of_prompt(sequence.size) if pruning else None
             return self._add(request_id, sequence, max_tokens)
         except (InputError, DoesNotFit):
@@ -254,7 +271,8 @@ class Scheduler:
             raise
 
     def _add(self, request_id: str, sequence: Sequence, max_tokens: int | None) -> Request:
-        prompt, context = sequence.size, self.limits.max_context
+        pinned = sequence.pinned
+        prompt, context = sequence.size - pinned, self.limits.max_context - pinned
         if prompt == 0:
             raise InputError("prompt: it has no tokens; at least one is needed", key="prompt")
         if max_tokens is not None and max_tokens < 1:
@@ -262,12 +280,13 @@ class Scheduler:
         if prompt + (max_tokens or 1) > context:
             generated = f" and {max_tokens} to generate are {prompt + max_tokens}" if max_tokens else ""
             raise InputError(
-                f"prompt: {prompt} tokens{generated}; the context is {context} tokens, prompt and answer together: "
+                f"prompt: {prompt} tokens{generated}; the context is {context} tokens"
+                f"{f' behind the cartridge of {pinned}' if pinned else ''}, prompt and answer together: "
                 f"shorten the prompt{f' or lower max_tokens to {context - prompt}' if context > prompt else ''}",
                 key="prompt",
             )
         longest = self.longest()
-        # The last generated token is returned, and never stored.
+        # The last generated token is returned, and never stored; what is pinned is there already.
         stored = prompt + (max_tokens or 1) - 1
         if stored > longest and not self._fits_pruned(sequence, stored):
             self._refuse(prompt, stored)
@@ -283,7 +302,9 @@ class Scheduler:
         manager, pruning = self.manager, sequence.pruning
         if pruning is None:
             return False
-        return manager.slabs_needed(stored, self._least_chunk, pruning) <= manager.layout.num_slabs
+        # What is pinned is pruned with the rest, into blocks of its own.
+        needed = manager.slabs_needed(stored + sequence.pinned, self._least_chunk, pruning)
+        return needed <= manager.layout.num_slabs
 
     def _refuse(self, prompt: int, stored: int) -> None:
         layout = self.manager.layout
@@ -393,10 +414,11 @@ class Scheduler:
     def _count_hit(self, request: Request, reservation: Reservation) -> None:
         hit_tokens = reservation.hit_tokens
         if request.first_hit_tokens is None:
+            hit_tokens -= request.sequence.pinned
             for load in reservation.loads:
                 self.tier_hit_tokens[load.tier] = self.tier_hit_tokens.get(load.tier, 0) + load.tokens
             request.first_hit_tokens = hit_tokens
-            self.counters.query_tokens += request.prompt_tokens
+            self.counters.query_tokens += request.prompt_tokens - request.sequence.pinned
             self.counters.hit_tokens += hit_tokens
         else:
             self.counters.recomputed_tokens -= min(hit_tokens, request.lost_tokens)
@@ -461,7 +483,7 @@ class Scheduler:
                 {
                     "id": request.id,
                     "state": request.state,
-                    "prompt_tokens": request.prompt_tokens,
+                    "prompt_tokens": request.prompt_tokens - request.sequence.pinned,
                     "output_tokens": request.generated,
                     "length": request.sequence.length,
                     "pruned_tokens": request.sequence.pruned,

@@ -30,6 +30,7 @@ from kvist.cache.checkpoints import Checkpoint
 from kvist.cache.compaction import compact
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
+from kvist.cache.pinning import Pins, pin
 from kvist.cache.prefix import Match, PrefixKey, PrefixTree, unit_of
 from kvist.cache.reclaim import LRU, Order, order_of
 from kvist.cache.sequence import NO_BLOCKS, BlockCopy, Compaction, Fork, Reservation, Sequence
@@ -82,6 +83,7 @@ class CacheManager:
         self.layout = layout
         self.arena = Arena(layout)
         self.tree = PrefixTree(self.groups, self.arena, order_of(reclaim))
+        self.pins = Pins(layout)
         self.tree.checkpoints.most = max_checkpoints
         self._states = self.tree.checkpoints.groups
         encoder = any(group.lifetime == "cross" for group in self.groups)
@@ -210,8 +212,10 @@ class CacheManager:
 
     def _match(self, sequence: Sequence) -> Match:
         if not (self.prefix_cache and sequence.shared):
+            if sequence.pinned:
+                return self.tree.match(sequence.key, sequence.tokens, sequence.pinned)
             return Match(tokens=0, nodes=[], blocks=[NO_BLOCKS] * len(self.groups))
-        most = sequence.pruning.reusable if sequence.pruning else sequence.size - 1
+        most = max(sequence.pinned, sequence.pruning.reusable) if sequence.pruning else sequence.size - 1
         return self.tree.match(sequence.key, sequence.tokens, most)
 
     def _behind(self, sequence: Sequence, match: Match) -> Resumption | None:
@@ -378,6 +382,28 @@ class CacheManager:
         """
         return compact(self, sequence)
 
+    def pin(self, count: int, key: PrefixKey) -> Sequence:
+        """Take blocks for a run that stands for ``count`` tokens which nobody has; between steps.
+
+        Whoever calls fills them and says so with :meth:`filled`, or gives them back with :meth:`release`. Requests
+        whose tokens begin with :func:`kvist.cache.pinning.placeholders` find the run under ``key``.
+
+        Raises:
+            InputError: ``count`` is no multiple of the unit, or a group keeps something that is no token's.
+            DoesNotFit: there is no room now; nothing has changed.
+        """
+        return pin(self, count, key)
+
+    def filled(self, pinned: Sequence) -> None:
+        """What is pinned is stored now: nothing reclaims it until :meth:`unpin`, but for what windows never read."""
+        self.commit(pinned, pinned.pinned)
+        self.pins.add(pinned)
+
+    def unpin(self, pinned: Sequence) -> None:
+        """Let a pinned run go: it is reclaimed like any other once nobody uses it."""
+        self.pins.remove(pinned)
+        self.release(pinned)
+
     def clear(self) -> None:
         """Forget every cached block, and take back the slabs that are free then."""
         while self.tree.reclaim(self.layout.total_blocks(0)):
@@ -414,7 +440,7 @@ class CacheManager:
         )
         twin.given_back = list(sequence.given_back)
         twin.node, twin.begun, twin.room = sequence.node, sequence.begun, sequence.room
-        twin.parting = sequence.parting
+        twin.parting, twin.pinned = sequence.parting, sequence.pinned
         self.tree.hold(twin.node)
         for group, table in enumerate(sequence.tables):
             self.arena.share(group, table[sequence.given_back[group] : table.size - wanted[group]])
@@ -459,8 +485,8 @@ class CacheManager:
         return [group.peak_blocks(slots if group.prunable else length, chunk) for group in self.groups]
 
     def slabs_needed(self, length: int, chunk: int, pruning: PruningPlan | None = None) -> int:
-        """Slabs that a lone sequence of ``length`` tokens needs when ``chunk`` tokens are in flight."""
-        return self.layout.slabs_for(self.peak_blocks(length, chunk, pruning))
+        """Slabs that a lone sequence needs beside what is pinned, ``chunk`` of ``length`` own tokens in flight."""
+        return self.pins.slabs_with(self.peak_blocks(length, chunk, pruning))
 
     def longest(self, chunk: int, limit: int) -> int:
         """Longest sequence, in tokens and up to ``limit``, that would fit alone with ``chunk`` tokens in flight."""

@@ -40,12 +40,13 @@ class Sequence:
         trailing: the checkpoint that goes along with it, if it has taken one.
         digests: names of its leading blocks in the tiers, as far as they were looked for.
         swapped: what it has in the first tier while it waits to come back.
+        pinned: leading tokens that are a pinned run's (:mod:`kvist.cache.pinning`): found in the tree, never computed.
     """
 
     __slots__ = (
         "apart", "begun", "digests", "dropped", "given_back", "hit_tokens", "in_flight", "key", "length", "node",
-        "parting", "prompt_size", "pruned", "pruning", "published", "room", "size", "swapped", "tables", "tokens",
-        "trailing",
+        "parting", "pinned", "prompt_size", "pruned", "pruning", "published", "room", "size", "swapped", "tables",
+        "tokens", "trailing",
     )  # fmt: skip
 
     def __init__(self, tokens: npt.NDArray[np.int32], key: PrefixKey, groups: int) -> None:
@@ -69,6 +70,7 @@ class Sequence:
         self.trailing: Checkpoint | None = None
         self.digests: list[bytes] | None = None
         self.swapped: Swapped | None = None
+        self.pinned = 0
 
     @property
     def shared(self) -> bool:

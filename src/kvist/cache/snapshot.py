@@ -119,9 +119,10 @@ def _tree(manager: "CacheManager", text_of: Callable[[list[int]], str] | None) -
                 "tokens": int(node.tokens.size),
                 "users": node.users,
                 "last_used": node.last_used,
-                "text": text_of(node.tokens[:_TEXT_TOKENS].tolist())
+                "text": text_of([token for token in node.tokens[:_TEXT_TOKENS].tolist() if token >= 0])
                 if text_of and not _salted(manager, node)
                 else None,
+                "pinned": bool(node.tokens[0] < 0),
             }
             for node in nodes[:MOST_NODES]
         ],

@@ -7,15 +7,15 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvist.cartridges.file import Cartridge, Manifest
-from kvist.cartridges.fingerprints import model_digest, rotary_positions
 from kvist.cartridges.self_study import Item, Writer, template_items, written_items
 from kvist.cartridges.student import Student, to_cache
 from kvist.cartridges.teacher import Teacher
 from kvist.cartridges.training import Lesson, Progress, Settings, Training
 from kvist.engine.engine import Engine, best_dtype, with_weights
 from kvist.errors import InputError
+from kvist.model.fingerprints import model_digest, rotary_positions
 from kvist.spec.model import ModelSpec
+from kvist.store.cartridge_file import Cartridge, Manifest
 
 BLOCK = 16
 """Tokens of which a cartridge is a multiple: whole blocks of a cache, shared as they are."""

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from kvist.cache.groups import Group, groups_of
-from kvist.cartridges.file import stored_shape
 from kvist.kernels.dense import Scores
 from kvist.kernels.gradients import differentiable
 from kvist.kernels.segment import Items, ItemsPlan, LatentItemsPlan
@@ -17,6 +16,7 @@ from kvist.model.weights import dtype_named
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Latent
 from kvist.spec.model import ModelSpec
+from kvist.store.cartridge_file import stored_shape
 from kvist.store.layouts import check_format
 
 Segments = Mapping[int, Tensor]

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from kvist.cartridges.distillation import Targets, divergence
-from kvist.cartridges.file import read_tensors, write_tensors
 from kvist.cartridges.self_study import Item
 from kvist.cartridges.student import Batch, Student
 from kvist.errors import BadFile, InputError
+from kvist.store.cartridge_file import read_tensors, write_tensors
 
 _KEY = "kvist.training"
 _BETAS, _EPS = (0.9, 0.999), 1e-8

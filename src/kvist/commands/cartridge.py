@@ -147,7 +147,7 @@ def run_info(args: argparse.Namespace) -> int:
     """``kvist cartridge info``."""
     from pathlib import Path
 
-    from kvist.cartridges.file import load
+    from kvist.store.cartridge_file import load
 
     cartridge = load(Path(args.file))
     manifest = cartridge.manifest
@@ -181,8 +181,8 @@ def run_list(args: argparse.Namespace) -> int:
     """``kvist cartridge list``."""
     from pathlib import Path
 
-    from kvist.cartridges.file import read_manifest
     from kvist.errors import BadFile, InputError
+    from kvist.store.cartridge_file import read_manifest
 
     directory = Path(args.directory)
     if not directory.is_dir():

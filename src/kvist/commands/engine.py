@@ -43,6 +43,7 @@ def add_generate(commands: Any) -> None:
         "saves",
     )
     command.add_argument("--plot", metavar="FILE", help="with --no-cache: a picture, .png or .svg (needs kvist[plot])")
+    command.add_argument("--cartridge", metavar="FILE", help="a trained cache that stands before the prompt")
     template = command.add_mutually_exclusive_group()
     template.add_argument("--chat", action="store_true", default=None, help="put the prompt in the chat template")
     template.add_argument("--raw", dest="chat", action="store_false", help="take the prompt as it is")
@@ -68,6 +69,13 @@ def add_serve(commands: Any) -> None:
     )
     command.add_argument("--max-running", type=values.whole(1), metavar="N", help="requests that run at once")
     command.add_argument("--max-context", type=values.tokens(), metavar="N", help="longest sequence of a request")
+    command.add_argument(
+        "--cartridge",
+        type=values.named_file,
+        action="append",
+        metavar="NAME=FILE",
+        help="a trained cache that requests may name; repeatable",
+    )
     command.add_argument("--api-key", metavar="KEY", help="what clients must send; or the variable KVIST_API_KEY")
     _add_engine(command)
 

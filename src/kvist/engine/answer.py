@@ -30,6 +30,7 @@ class Account:
         blocks: blocks in its tables, over all groups.
         prefix_hit_tokens: prompt tokens found in the cache.
         pruned_tokens: tokens that pruning has dropped.
+        cartridge_tokens: positions of the cartridge before the prompt; its blocks are among the others.
     """
 
     planned_bytes: int
@@ -38,6 +39,7 @@ class Account:
     blocks: int
     prefix_hit_tokens: int
     pruned_tokens: int = 0
+    cartridge_tokens: int = 0
 
     def to_dict(self) -> dict[str, int]:
         """The JSON of ``kvist generate``."""
@@ -48,6 +50,7 @@ class Account:
             "blocks": self.blocks,
             "prefix_hit_tokens": self.prefix_hit_tokens,
             "pruned_tokens": self.pruned_tokens,
+            "cartridge_tokens": self.cartridge_tokens,
         }
 
 

@@ -20,6 +20,8 @@ from kvist.units import counted, format_size
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")
 _DEFAULT_MAX_TOKENS = 256
+# There is one at most.
+_CARTRIDGE = "the"
 # Seconds: its time grows with the square of the length.
 _LONGEST_WITHOUT = 60.0
 
@@ -28,10 +30,10 @@ def generate(args: Namespace) -> int:
     """Answer ``args.prompt``; return the exit code.
 
     ``args`` has what the command line gives: model, prompt, the sampling parameters, chat (None: where the model has a
-    template), dtype, memory, key, value and what else says a format, block, evict, no_cache, plot, json. Text streams
-    to standard output, all else goes to standard error; with ``json`` the answer is one JSON object. With ``no_cache``
-    the answer is made a second time, all tokens computed again at each step, for a minute at most: ``timing`` is of
-    that run, and the table says what the cache saves.
+    template), dtype, memory, key, value and what else says a format, block, evict, cartridge, no_cache, plot, json.
+    Text streams to standard output, all else goes to standard error; with ``json`` the answer is one JSON object. With
+    ``no_cache`` the answer is made a second time, all tokens computed again at each step, for a minute at most:
+    ``timing`` is of that run, and the table says what the cache saves.
     """
     given: dict[str, Any] = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
     if args.no_cache:
@@ -39,7 +41,9 @@ def generate(args: Namespace) -> int:
         given.setdefault("seed", randbits(63))
     params = SamplingParams(**{"max_tokens": _DEFAULT_MAX_TOKENS, "stop": tuple(args.stop or ()), **given})
     engine = Engine(*([args.model] if args.model else []), **_settings(args))
-    prompt, how = _prompt(engine, args.prompt, args.chat)
+    prompt, how = _prompt(engine, args.prompt, args.chat, begins=args.cartridge is None)
+    if args.cartridge is not None:
+        how += f", behind {engine.shelf.named(_CARTRIDGE).tokens} tokens of {args.cartridge}"
     _note(f"{engine.model_id}, computing in {engine.dtype}, cache {engine.format}, {how}")
     try:
         made = _answer(engine, prompt, params, show=not args.json)
@@ -81,7 +85,8 @@ def _answer(
     answer = made.answer
     events: list[Event] = []
     started = perf_counter()
-    request = engine.submit(prompt, params, on_event=events.append)
+    cartridge = _CARTRIDGE if _CARTRIDGE in engine.shelf.loaded else None
+    request = engine.submit(prompt, params, cartridge=cartridge, on_event=events.append)
     while answer.finish_reason is None:
         engine.step()
         now = perf_counter() - started
@@ -139,17 +144,19 @@ def _settings(args: Namespace) -> dict[str, Any]:
             settings[name] = value
     if format_said(args):
         settings["format"] = cache_format(args, args.dtype or best_dtype())
+    if args.cartridge is not None:
+        settings["cartridges"] = {_CARTRIDGE: args.cartridge}
     return settings
 
 
-def _prompt(engine: Engine, text: str, chat: bool | None) -> tuple[list[int], str]:
+def _prompt(engine: Engine, text: str, chat: bool | None, *, begins: bool) -> tuple[list[int], str]:
     if chat is not False:
         try:
             return engine.tokenizer.chat([{"role": "user", "content": text}]), "prompt in the chat template"
         except UnsupportedModel:
             if chat:
                 raise
-    return engine.tokenizer.encode(text), "prompt as it is"
+    return engine.tokenizer.encode(text, special=begins), "prompt as it is"
 
 
 def _note(text: str) -> None:

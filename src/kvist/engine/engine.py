@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,10 @@ import torch
 from kvist.cache.groups import DEFAULT_BLOCK_TOKENS, groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
+from kvist.cache.pinning import placeholders
 from kvist.cache.prefix import PrefixKey
 from kvist.engine.answer import Account, Answer, Event, FinishReason
+from kvist.engine.cartridges import Loaded, Shelf
 from kvist.engine.generation import Generation
 from kvist.engine.pruner import Pruner
 from kvist.engine.runner import Runner
@@ -42,6 +44,7 @@ from kvist.spec.formats import CacheFormat
 from kvist.spec.known import KNOWN
 from kvist.spec.model import ModelSpec
 from kvist.spec.pruning import Pruning
+from kvist.store.cartridge_file import Cartridge
 from kvist.store.layouts import check_format
 from kvist.units import parse_size
 
@@ -94,6 +97,7 @@ class Engine:
             ``streaming:4+1020``, or ``none`` (:mod:`kvist.spec.pruning`).
         reuse: keep keys and values between steps; without it everything is computed again for every token, which
             shows what the cache saves.
+        cartridges: files of trained caches, by the names under which requests ask for them.
 
     Raises:
         KvistError: the model cannot be had, read or held.
@@ -113,6 +117,7 @@ class Engine:
         prefix_cache: bool = True,
         evict: Pruning | str | None = None,
         reuse: bool = True,
+        cartridges: Mapping[str, str | Path | Cartridge] | None = None,
     ) -> None:
         if dtype is not None and dtype not in DTYPES:
             raise InputError(f"dtype: {dtype!r} is not a compute type; choose one of {', '.join(DTYPES)}", key="dtype")
@@ -157,9 +162,13 @@ class Engine:
         self._aborts: set[str] = set()
         self._ids = itertools.count(1)
         self._events: deque[tuple[Generation, Event]] = deque()
+        self.shelf = Shelf(limited, self.tokenizer, self.runner, self.cache)
+        self._on_cartridges: dict[str, Loaded] = {}
         self._lock = threading.RLock()
         self._stepping = threading.Lock()
         self._recent: deque[tuple[float, int]] = deque(maxlen=256)
+        for name, file in (cartridges or {}).items():
+            self.load_cartridge(name, file)
 
     @property
     def model_id(self) -> str:
@@ -170,6 +179,16 @@ class Engine:
     def max_context(self) -> int:
         """Most tokens, prompt and answer together, that a request may have."""
         return min(self.scheduler.limits.max_context, self.scheduler.longest() + 1)
+
+    def context_behind(self, cartridge: str) -> int:
+        """Most tokens, prompt and answer together, that a request may have behind a cartridge.
+
+        Raises:
+            InputError: there is none of this name.
+        """
+        with self._lock:
+            tokens = self.shelf.named(cartridge).tokens
+            return min(self.scheduler.limits.max_context - tokens, self.scheduler.longest() + 1)
 
     @property
     def cache_tokens(self) -> int:
@@ -186,6 +205,28 @@ class Engine:
         most = min(layout.num_slabs * layout.blocks_per_slab[index] * self.groups[index].block_tokens for index in full)
         return most_that_fit(fits, most)
 
+    # -- cartridges -----------------------------------------------------------------------------------------
+
+    def load_cartridge(self, name: str, file: str | Path | Cartridge) -> None:
+        """Put a trained cache into the arena, between steps; requests may name it from then on.
+
+        Raises:
+            InputError: the name is taken, or the cartridge was made for another model.
+            BadFile: the file is torn, or not what it says.
+            DoesNotFit: there is no room for it now.
+        """
+        with self._stepping, self._lock:
+            self.shelf.load(name, Path(file) if isinstance(file, str) else file, self.prefix_key(""))
+
+    def unload_cartridge(self, name: str) -> None:
+        """Take a trained cache off; those who live on it finish, and then its blocks go back.
+
+        Raises:
+            InputError: there is none of this name.
+        """
+        with self._stepping, self._lock:
+            self.shelf.unload(name)
+
     # -- requests -------------------------------------------------------------------------------------------
 
     def submit(
@@ -195,6 +236,7 @@ class Engine:
         *,
         cache_salt: str = "",
         evict: Pruning | str | None = None,
+        cartridge: str | None = None,
         on_event: Callable[[Event], None],
     ) -> str:
         """Queue a prompt of token ids and return the request's id; ``on_event`` is called by whoever steps.
@@ -204,10 +246,11 @@ class Engine:
             params: how tokens are sampled.
             cache_salt: keeps tenants apart.
             evict: how it is pruned; None: as the engine prunes.
+            cartridge: name of the trained cache behind which the prompt stands, at the positions after it.
             on_event: is told every piece of the answer.
 
         Raises:
-            InputError: the prompt is empty, too long or has unknown ids.
+            InputError: the prompt is empty, too long or has unknown ids, or there is no such cartridge.
             DoesNotFit: it could never fit; the message shows the sum.
         """
         vocabulary: int = self.spec.config["vocab_size"]
@@ -219,11 +262,18 @@ class Engine:
         key = self.prefix_key(cache_salt)
         pruning = self.evict if evict is None else self._pruning(evict)
         with self._lock:
-            request = self.scheduler.add(f"request-{next(self._ids)}", list(prompt), params.max_tokens, key, pruning)
+            request_id = f"request-{next(self._ids)}"
+            if cartridge is None:
+                request = self.scheduler.add(request_id, list(prompt), params.max_tokens, key, pruning)
+            else:
+                request = self._add_behind(
+                    cartridge, request_id, prompt, params.max_tokens, pruning, salted=bool(cache_salt)
+                )
             try:
                 self._generations[request.id] = Generation(request, params, self.tokenizer, on_event)
             except BaseException:
                 self.scheduler.finish(request)
+                self._let_go(request)
                 raise
         return request.id
 
@@ -243,6 +293,39 @@ class Engine:
                 key="evict",
             )
         return pruning
+
+    def _add_behind(
+        self,
+        cartridge: str,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int | None,
+        pruning: Pruning | None,
+        *,
+        salted: bool,
+    ) -> Request:
+        """Queue a prompt behind a cartridge. What a tenant says behind it is shared with nobody, itself included."""
+        loaded = self.shelf.hold(cartridge)
+        try:
+            request = self.scheduler.add(
+                request_id,
+                [*placeholders(loaded.tokens).tolist(), *prompt],
+                max_tokens,
+                loaded.pin.key,
+                pruning,
+                pinned=loaded.tokens,
+                apart=salted,
+            )
+        except BaseException:
+            self.shelf.let_go(loaded)
+            raise
+        self._on_cartridges[request_id] = loaded
+        return request
+
+    def _let_go(self, request: Request) -> None:
+        loaded = self._on_cartridges.pop(request.id, None)
+        if loaded is not None:
+            self.shelf.let_go(loaded)
 
     def prefix_key(self, cache_salt: str) -> PrefixKey:
         """What a prompt must have in common with another, beside its tokens, to share its prefix."""
@@ -268,12 +351,13 @@ class Engine:
         params: SamplingParams | None = None,
         cache_salt: str = "",
         evict: Pruning | str | None = None,
+        cartridge: str | None = None,
         **sampling: Any,
     ) -> list[Answer]:
         """Answer prompts, texts or lists of token ids, together; the answers come in their order.
 
         ``sampling`` are the fields of :class:`SamplingParams`, in the place of ``params``; ``evict`` says how they are
-        pruned, where that is not as the engine prunes.
+        pruned, where that is not as the engine prunes; ``cartridge`` names the trained cache before them.
 
         Raises:
             InputError: a prompt or a parameter is wrong; nothing is queued then.
@@ -296,7 +380,11 @@ class Engine:
                     raise InputError(f"prompt: {prompt!r} is neither a text nor a list of token ids", key="prompt")
                 tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
                 answer = Answer(prompt_tokens=len(tokens))
-                ids.append(self.submit(tokens, params, cache_salt=cache_salt, evict=evict, on_event=answer.add))
+                ids.append(
+                    self.submit(
+                        tokens, params, cache_salt=cache_salt, evict=evict, cartridge=cartridge, on_event=answer.add
+                    )
+                )
                 answers.append(answer)
             while any(answer.finish_reason is None for answer in answers):
                 self.step()
@@ -373,6 +461,7 @@ class Engine:
         account = self._account(request)
         self.scheduler.finish(request)
         self.pruner.forget(request.id)
+        self._let_go(request)
         del self._generations[request.id]
         self._aborts.discard(request.id)
         self._events.append((generation, replace(event, account=account.to_dict(), timing=generation.timing())))
@@ -403,6 +492,7 @@ class Engine:
             blocks=sum(sequence.blocks(index) for index in range(len(self.groups))),
             prefix_hit_tokens=request.first_hit_tokens or 0,
             pruned_tokens=sequence.pruned,
+            cartridge_tokens=sequence.pinned,
         )
 
     def _apply_aborts(self) -> None:
@@ -429,6 +519,7 @@ class Engine:
                 "evict": str(self.evict or "none"),
                 "uptime_seconds": time.time() - self.started,
                 **self.scheduler.snapshot(self.tokenizer.decode),
+                "cartridges": self.shelf.snapshot(),
                 "speed": {"tokens_per_second": self._tokens_per_second()},
             }
 

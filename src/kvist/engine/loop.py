@@ -37,6 +37,10 @@ class EngineLoop:
         """Most tokens, prompt and answer together, that a request may have."""
         return self.engine.max_context
 
+    def context_behind(self, cartridge: str) -> int:
+        """Most tokens, prompt and answer together, that a request may have behind a cartridge."""
+        return self.engine.context_behind(cartridge)
+
     @property
     def cache_tokens(self) -> int:
         """Tokens of full-attention cache, or of windows where there is nothing else, that the arena holds."""
@@ -71,6 +75,7 @@ class EngineLoop:
         *,
         cache_salt: str = "",
         evict: str | None = None,
+        cartridge: str | None = None,
         on_event: Callable[[Event], None],
     ) -> str:
         """Queue a request and return its id.
@@ -83,7 +88,9 @@ class EngineLoop:
         with self._wake:
             if self._ending or self._failure:
                 raise EngineFailure(f"the engine has stopped{f': {self.failure}' if self._failure else ''}")
-            request_id = self.engine.submit(prompt_ids, params, cache_salt=cache_salt, evict=evict, on_event=on_event)
+            request_id = self.engine.submit(
+                prompt_ids, params, cache_salt=cache_salt, evict=evict, cartridge=cartridge, on_event=on_event
+            )
             self._wake.notify()
         return request_id
 

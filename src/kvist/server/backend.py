@@ -14,12 +14,14 @@ a model.
     bytes            {"free", "cached", "held", "waste"}: they add up to arena bytes
     groups           [{"name", "layers", "window", "block_tokens", "block_bytes", "blocks_total",
                        "free", "cached", "held", "block_states", "held_by"}]
-    tree             {"tokens", "nodes": [{"id", "parent", "tokens", "users", "last_used", "text"}]}, biggest first;
-                     "text" is what the beginning of the tokens says, null where the prompt was salted
+    tree             {"tokens", "nodes": [{"id", "parent", "tokens", "users", "last_used", "text", "pinned"}]}, biggest
+                     first; "text" is what the beginning of the tokens says, null where the prompt was salted; "pinned"
+                     where a cartridge stands for them
     requests         [{"id", "state": "running"|"waiting", "prompt_tokens", "output_tokens", "length", "pruned_tokens",
                        "hit_tokens", "blocks": {group: count}, "bytes", "planned_bytes", "age_seconds"}]
     counters         {"requests", "finished", "preempted", "refused", "prompt_tokens", "output_tokens",
                       "hit_tokens", "query_tokens", "pruned_tokens", "pruned_blocks"}
+    cartridges       [{"name", "document", "document_tokens", "tokens", "bytes", "users"}]: trained caches in the arena
     speed            {"tokens_per_second"}
 
 ``block_states`` is one letter a block in the order of block ids, run-length coded as count and letter,
@@ -81,6 +83,14 @@ class Backend(Protocol):
         """Most tokens of one request, prompt and answer together."""
         ...
 
+    def context_behind(self, cartridge: str) -> int:
+        """Most tokens of one request behind a cartridge, prompt and answer together.
+
+        Raises:
+            InputError: there is no cartridge of this name.
+        """
+        ...
+
     @property
     def cache_tokens(self) -> int:
         """Tokens that the whole cache holds."""
@@ -103,6 +113,7 @@ class Backend(Protocol):
         *,
         cache_salt: str = "",
         evict: str | None = None,
+        cartridge: str | None = None,
         on_event: Callable[[Event], None],
     ) -> str:
         """Queue a request and return its id; ``on_event`` is called from the engine's thread.

@@ -154,7 +154,13 @@ class Exchange:
             self._work = None
 
     def submit(
-        self, prompt_ids: list[int], params: "SamplingParams", *, cache_salt: str, evict: str | None = None
+        self,
+        prompt_ids: list[int],
+        params: "SamplingParams",
+        *,
+        cache_salt: str,
+        evict: str | None = None,
+        cartridge: str | None = None,
     ) -> None:
         """Hand one more choice to the engine.
 
@@ -163,7 +169,12 @@ class Exchange:
         """
         choice = Choice(index=len(self.choices), prompt_tokens=len(prompt_ids))
         choice.request_id = self._backend.submit(
-            prompt_ids, params, cache_salt=cache_salt, evict=evict, on_event=self._bridge.sink(self, choice.index)
+            prompt_ids,
+            params,
+            cache_salt=cache_salt,
+            evict=evict,
+            cartridge=cartridge,
+            on_event=self._bridge.sink(self, choice.index),
         )
         self.choices.append(choice)
         self._open += 1

@@ -124,7 +124,7 @@ def routes(service: Service) -> APIRouter:
         _check_model(body.model, backend)
 
         async def prompts(exchange: Exchange) -> _Prompts:
-            ids = await service.prompts.ids(body.prompt, exchange)
+            ids = await service.prompts.ids(body.prompt, exchange, begins=body.cartridge is None)
             texts = await service.prompts.texts(body.prompt, exchange) if body.echo else []
             echoes = [text for text in texts for _ in range(body.n)]
             shape = CompletionShape(backend.tokenizer, with_logprobs=body.logprobs is not None, echoes=echoes)
@@ -159,10 +159,18 @@ async def _answer(
         try:
             exchange.begin(count)
             given = await prompts(exchange)
-            rooms = [_room(service.backend, ids, given.limit, given.field) for ids in given.ids]
+            backend = service.backend
+            most = backend.max_context if body.cartridge is None else backend.context_behind(body.cartridge)
+            rooms = [_room(most, ids, given.limit, given.field) for ids in given.ids]
             for ids, room in zip(given.ids, rooms, strict=True):
                 for copy in range(body.n):
-                    exchange.submit(ids, _sampling(body, room, copy), cache_salt=body.cache_salt, evict=body.evict)
+                    exchange.submit(
+                        ids,
+                        _sampling(body, room, copy),
+                        cache_salt=body.cache_salt,
+                        evict=body.evict,
+                        cartridge=body.cartridge,
+                    )
                     await exchange.breathe()
             envelope = Envelope(
                 given.shape, model=service.backend.model_id, fingerprint=service.fingerprint,
@@ -190,9 +198,9 @@ def _role(role: str) -> str:
     return "system" if role == "developer" else role
 
 
-def _room(backend: Backend, ids: list[int], limit: int | None, field: str) -> int:
+def _room(most: int, ids: list[int], limit: int | None, field: str) -> int:
     """Return ``max_tokens`` of a prompt: the limit asked for, or what the context leaves."""
-    most, prompt = backend.max_context, len(ids)
+    prompt = len(ids)
     if prompt == 0:
         raise ApiError(400, f"{field}: no tokens; at least one is needed", param=field, code="invalid_value")
     if prompt >= most or prompt + (limit or 1) > most:

@@ -42,8 +42,13 @@ class Prompts:
         tokenizer = self._backend.tokenizer
         return await self._run(lambda: tokenizer.chat(messages), size + _MESSAGE * len(messages), exchange)
 
-    async def ids(self, prompts: Sequence[str | list[int]], exchange: Exchange) -> list[list[int]]:
-        """Return the ids of each prompt, which is a text or has them already; raises as `chat`."""
+    async def ids(
+        self, prompts: Sequence[str | list[int]], exchange: Exchange, *, begins: bool = True
+    ) -> list[list[int]]:
+        """Return the ids of each prompt, which is a text or has them already; raises as `chat`.
+
+        Without ``begins`` a text goes on behind something: what the model puts before texts is left out.
+        """
         tokenizer = self._backend.tokenizer
         total = 0
         for prompt in prompts:
@@ -58,7 +63,9 @@ class Prompts:
                 )  # fmt: skip
 
         def encode() -> list[list[int]]:
-            return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+            return [
+                tokenizer.encode(prompt, special=begins) if isinstance(prompt, str) else prompt for prompt in prompts
+            ]
 
         return await self._run(encode, total, exchange)
 

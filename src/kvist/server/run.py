@@ -10,7 +10,7 @@ from argparse import Namespace
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from kvist.cli_values import cache_format, format_said
+from kvist.cli_values import by_name, cache_format, format_said
 from kvist.errors import InputError
 from kvist.server.loading import ended_by_signals, ignore_signals
 
@@ -27,8 +27,8 @@ def serve(args: Namespace) -> int:
     """Serve a model until SIGTERM or SIGINT; return the exit code.
 
     ``args`` has what the command line gives: model, host, port, memory, key, value and what else says a format, dtype,
-    block, evict, max_running, max_context, api_key. The last may also come from the variable ``KVIST_API_KEY``, which
-    no process list shows.
+    block, evict, max_running, max_context, cartridge, api_key. The last may also come from the variable
+    ``KVIST_API_KEY``, which no process list shows.
 
     Raises:
         InputError: the address cannot be used, or the engine refuses its settings.
@@ -47,6 +47,8 @@ def serve(args: Namespace) -> int:
         settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if format_said(args):
             settings["format"] = cache_format(args, args.dtype or best_dtype())
+        if args.cartridge:
+            settings["cartridges"] = by_name(args.cartridge)
         model = (args.model,) if args.model else ()
         loop = EngineLoop(Engine(*model, **settings))
         loop.start()

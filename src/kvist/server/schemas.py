@@ -27,7 +27,6 @@ MAX_LOGPROBS = 20
 NO_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "cartridge": (),
     "echo": (False,),
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
@@ -119,6 +118,14 @@ def _pruning(value: Any) -> Any:
     return value
 
 
+def _one_cartridge(value: Any) -> Any:
+    if isinstance(value, list):
+        raise _wrong(
+            "one name; the keys of a second cartridge would have to be turned to the positions behind the first"
+        )
+    return value
+
+
 def _content(value: Any) -> Any:
     """Text of a message: a string, or a list of text parts, which are joined by newlines as other servers do."""
     if not isinstance(value, list):
@@ -191,6 +198,7 @@ class GenerationRequest(BaseModel):
     user: str | None = None
     cache_salt: str = Field("", max_length=1024)
     evict: Annotated[str | None, BeforeValidator(_pruning)] = None
+    cartridge: Annotated[str | None, BeforeValidator(_one_cartridge)] = None
 
     @model_validator(mode="before")
     @classmethod

@@ -38,7 +38,7 @@ class Manifest:
 
     Attributes:
         model: name of the model.
-        model_digest: of its configuration and weights (:func:`kvist.cartridges.fingerprints.model_digest`).
+        model_digest: of its configuration and weights (:func:`kvist.model.fingerprints.model_digest`).
         tokenizer_digest: of its vocabulary.
         rope: its rotary positions.
         tokens: positions that it takes.
