@@ -17,6 +17,7 @@ SOURCES = (
     "cpu_attention_few.cpp",
     "cpu_elementwise.cpp",
     "cpu_matrix.cpp",
+    "cpu_matrix_bytes.cpp",
     "cpu_matrix_few.cpp",
     "cpu_merge.cpp",
     "cpu_pack.cpp",

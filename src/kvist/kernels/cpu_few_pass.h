@@ -8,6 +8,7 @@
 #include "cpu_attention_few.h"
 #include "cpu_avx512.h"
 #include "cpu_blocks.h"
+#include "cpu_bytes.h"
 #include "cpu_codecs.h"
 
 namespace kvist::avx512 {
@@ -19,21 +20,10 @@ constexpr int kColumns = 4;             // of a query in bytes: high and low, fo
 constexpr int kSets = kFew * kColumns / kLanes;
 constexpr int kGroups = kMaxDim / kGroup;
 constexpr int kTiles = kMaxDim / kLanes;  // of outputs
-constexpr float kMost = 127 * 128;        // of a number in two bytes
-
-#define TILE_DOT_BYTES(c, a, b) asm volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
 // The matrix unit falls asleep when it has had nothing to do for some 600 cycles, and takes as many to wake (measured).
 // A product of no consequence keeps it awake: tile 2 is set before it counts.
 #define TILE_STAY_AWAKE() TILE_DOT_BYTES(2, 7, 4)
-
-// A whole number of 15 bits as 128 high + low, both bytes.
-inline __m512i high_of(__m512i x) { return _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(64)), 7); }
-inline __m512i low_of(__m512i x, __m512i high) { return _mm512_sub_epi32(x, _mm512_slli_epi32(high, 7)); }
-
-inline void store_bytes(std::int8_t* p, __m512i x) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
-}
 
 // What one thread works in. Queries of all heads of a job count together, head by head. Arrays without a second bound
 // are packed as tightly as the shape at hand lets them be: with strides of their own they would meet in few sets of the

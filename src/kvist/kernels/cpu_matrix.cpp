@@ -13,7 +13,7 @@
 // even inputs in the low half of a word and odd ones in its high half, the first in the lowest bits.
 //
 // Codes become bf16 ahead of the product: ``w = scale x code + minimum``, in float32, rounded once, shared by all rows of
-// a call; where rows are few, cpu_matrix_few.cpp multiplies with the codes themselves.
+// a call; where rows are few, cpu_matrix_few.cpp and cpu_matrix_bytes.cpp multiply with the codes themselves.
 
 #include "cpu.h"
 
@@ -292,7 +292,9 @@ void product(const Matrix& m, const Team& team, const bf16* x, std::int64_t rows
 void multiply(const Matrix& m, const Team& team, bool amx, const bf16* x, std::int64_t rows, void* out,
               const float* bias) {
     if (rows == 0) return;  // which tiles cannot have
-    if (amx && m.bits == 4 && rows <= kFew)
+    if (amx && m.bits != 16 && rows <= kFewBytes)
+        multiply_bytes(m, team, x, static_cast<int>(rows), out, bias);
+    else if (amx && m.bits == 4 && rows <= kFew)
         multiply_few(m, team, x, static_cast<int>(rows), out, bias);
     else if (amx)
         product<true>(m, team, x, rows, out, bias);
