@@ -68,6 +68,9 @@ ENGINES = {
     "kvist-k8-v4": Engine(
         worker="kvist", label="kvist, Q4_1, cache int8/int4", options={"format": {"key": "int8", "value": "int4"}}
     ),
+    "vllm-fp8": Engine(
+        worker="vllm", venv="vllm", label="vLLM bf16, cache fp8", options={"arguments": {"kv_cache_dtype": "fp8"}}
+    ),
     "openvino-u4": Engine(
         worker="openvino", venv="openvino", label="OpenVINO int4, cache u8/u4", options={"value": "u4"}
     ),
@@ -236,8 +239,8 @@ def spread(values: list[float], digits: int) -> str:
     return middle if low == high else f"{middle} ({low}–{high})"
 
 
-def table(runs: list[dict[str, Any]], work: str) -> str:
-    """One work as a Markdown table. Ratios are of medians and above 1 where kvist is faster."""
+def table(runs: list[dict[str, Any]], work: str, against: str) -> str:
+    """One work as a Markdown table. Ratios are of medians and above 1 where the engine `against` is faster."""
     columns = ("prefill", "decode", "total", "tokens_per_second", "peak_bytes")
     values: dict[str, dict[str, list[float]]] = {}
     for one in runs:
@@ -250,7 +253,7 @@ def table(runs: list[dict[str, Any]], work: str) -> str:
         "| engine | prefill s | decode tok/s | total s | all tok/s | MiB | × prefill | × decode | × total |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    ours = {column: statistics.median(v) for column, v in values.get(OURS, {}).items()}
+    ours = {column: statistics.median(v) for column, v in values.get(against, {}).items()}
     for name, of in values.items():
         cells = [
             ENGINES[name].label,
@@ -260,7 +263,7 @@ def table(runs: list[dict[str, Any]], work: str) -> str:
             spread(of["tokens_per_second"], 0),
             spread([value / 2**20 for value in of["peak_bytes"]], 0),
         ]
-        if ours and name != OURS:
+        if ours and name != against:
             theirs = {column: statistics.median(of[column]) for column in ours}
             cells += [
                 f"{theirs['prefill'] / ours['prefill']:.2f}×",
@@ -287,6 +290,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(DEFAULT_ENGINES))
     parser.add_argument("--works", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--against", choices=list(ENGINES), default=OURS, help="whose figures the ratios are of")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=1800, help="seconds that one engine may take in one round")
@@ -321,7 +325,7 @@ def main() -> None:
                 args.json.write_text(json.dumps(record) + "\n")
     if not runs:
         raise SystemExit("no engine finished a work")
-    print("\n\n".join(table(runs, work) for work in args.works))
+    print("\n\n".join(table(runs, work, args.against) for work in args.works))
     busy = max(one["others_cpu_ratio"] for one in runs)
     print(f"\nOther processes took up to {busy:.0%} of the CPU time spent during a work.", end="")
     print(" Not a quiet machine." if busy > 0.05 else "")
