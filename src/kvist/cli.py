@@ -16,6 +16,7 @@ from kvist.cli_streams import drop_output, finish_output, is_output_error, prepa
 from kvist.cli_values import in_options, join_negatives
 from kvist.commands.cartridge import add_cartridge
 from kvist.commands.check import add_check
+from kvist.commands.compare import add_compare
 from kvist.commands.engine import add_generate, add_serve
 from kvist.commands.listings import add_formats, add_gpus
 from kvist.commands.models import add_models
@@ -187,6 +188,7 @@ def build_parser() -> argparse.ArgumentParser:
         add_generate,
         add_serve,
         add_cartridge,
+        add_compare,
     ):
         add(commands)
     return parser

@@ -13,6 +13,7 @@ from kvist.errors import InputError
 
 if TYPE_CHECKING:
     from kvist.spec.formats import CacheFormat
+    from kvist.spec.pruning import Pruning
 
 Reader = Callable[[str], Any]
 
@@ -101,6 +102,27 @@ def evict(text: str) -> str:
     from kvist.spec.pruning import Pruning
 
     return str(Pruning.read(text) or "none")
+
+
+@_typed
+def pruning(text: str) -> "Pruning | None":
+    """The same, read."""
+    from kvist.spec.pruning import Pruning
+
+    return Pruning.read(text)
+
+
+@_typed
+def compared_format(text: str) -> "CacheFormat":
+    """``int8/int4``, or ``int8/int4+rotate``."""
+    from kvist.spec.format_words import pair
+    from kvist.spec.formats import CacheFormat
+
+    codecs, sign, word = text.partition("+")
+    if sign and word != "rotate":
+        raise InputError(f"format: {_short(word)} is not known; write int8/int4 or int8/int4+rotate", key="format")
+    key, value = pair(codecs)
+    return CacheFormat(key=key, value=value, rotate=bool(sign))
 
 
 @_typed

@@ -2,10 +2,12 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvist import cli_values as values
 from kvist.commands.options import MODEL_HELP, add_command, add_json, check_place, print_json
+from kvist.commands.progress import Bar
 
 if TYPE_CHECKING:
     from kvist.cartridges.training import Progress
@@ -120,7 +122,7 @@ def run_train(args: argparse.Namespace) -> int:
     if study.blocks_of_tokens != args.tokens:
         _note(f"{args.tokens} tokens are rounded up to {study.blocks_of_tokens}, whole blocks of {BLOCK}")
     more = {} if args.memory is None else {"memory": args.memory}
-    with _Bar() as bar:
+    with Bar() as bar:
         cartridge = make(
             ModelSpec.read(args.model),
             Path(args.document),
@@ -129,7 +131,7 @@ def run_train(args: argparse.Namespace) -> int:
             Path(args.out),
             dtype=args.dtype,
             resume=args.resume,
-            told=bar.show,
+            told=_shown(bar),
             **more,
         )
     content = {"file": args.out, "digest": cartridge.digest, "bytes": cartridge.bytes, **cartridge.manifest.to_dict()}
@@ -221,40 +223,17 @@ def run_list(args: argparse.Namespace) -> int:
     return 0
 
 
-class _Bar:
-    """Progress with the time that is left on standard error, where that is a terminal."""
+def _shown(bar: Bar) -> Callable[..., None]:
+    """What training tells, on a bar."""
 
-    def __init__(self) -> None:
-        self._bar: Any = None
-        self._tasks: dict[str, Any] = {}
-
-    def __enter__(self) -> "_Bar":
-        if sys.stderr is not None and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def show(self, stage: str, done: float, progress: "Progress | None" = None) -> None:
-        """A stage has come so far."""
-        if self._bar is None:
-            return
-        if stage not in self._tasks:
-            for task in self._tasks.values():
-                self._bar.update(task, completed=1.0)
-            self._tasks[stage] = self._bar.add_task(stage, total=1.0)
-        text = stage
+    def show(stage: str, done: float, progress: "Progress | None" = None) -> None:
+        text = None
         if progress is not None and progress.loss is not None:
             speed = progress.tokens / max(progress.seconds, 1e-3)
             text = f"step {progress.step}: {progress.loss:.3f}, held out {progress.held_out:.3f}, {speed:.0f} tokens/s"
-        self._bar.update(self._tasks[stage], completed=done, description=text)
+        bar.show(stage, done, text)
+
+    return show
 
 
 def _note(text: str) -> None:

