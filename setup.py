@@ -15,6 +15,7 @@ SOURCES = (
     "cpu.cpp",
     "cpu_attention.cpp",
     "cpu_attention_few.cpp",
+    "cpu_chain.cpp",
     "cpu_elementwise.cpp",
     "cpu_matrix.cpp",
     "cpu_matrix_bytes.cpp",

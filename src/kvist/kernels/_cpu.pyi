@@ -61,6 +61,38 @@ class Matrix:
     def pack_codes(self, codes: int, scales: int, minima: int, /) -> None: ...
     def multiply(self, amx: bool, x: int, rows: int, out: int, bias: int, /) -> None: ...
 
+class Chain:
+    def __init__(self) -> None: ...
+    def add(
+        self,
+        *,
+        qkv: Matrix,
+        output: Matrix,
+        gate_up: Matrix,
+        down: Matrix,
+        biases: list[int],
+        norms: list[int],
+        eps: list[float],
+        slot: int,
+        group: int,
+        rope: int,
+        queries: int,
+        kv_heads: int,
+        dim: int,
+    ) -> None: ...
+    def run(
+        self,
+        amx: bool,
+        plans: list[Plan | None],
+        arenas: list[int],
+        layer_bytes: list[int],
+        tables: list[int],
+        stream: int,
+        change: int,
+        rows: int,
+        /,
+    ) -> None: ...
+
 def rotate(
     x: int, rows: int, stride: int, heads: int, dim: int, cos: int, sin: int, weight: int, eps: float, /
 ) -> None: ...

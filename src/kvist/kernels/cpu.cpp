@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu.h"
+#include "cpu_chain.h"
 #include "cpu_portable.h"
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -142,6 +143,35 @@ NB_MODULE(_cpu, m) {
                  avx512::multiply(self, team, amx, at<bf16>(x), rows, at<void>(out), at<float>(bias));
              },
              nb::call_guard<nb::gil_scoped_release>());
+    nb::class_<Chain>(m, "Chain")
+        .def(nb::init<>())
+        .def(
+            "add",
+            [](Chain& self, const Matrix& qkv, const Matrix& output, const Matrix& gate_up, const Matrix& down,
+               const std::vector<std::uintptr_t>& biases, const std::vector<std::uintptr_t>& norms,
+               const std::vector<float>& eps, int slot, int group, int rope, int queries, int kv_heads, int dim) {
+                const auto bias = [&](int i) { return at<const float>(biases.at(i)); };
+                const auto norm = [&](int i) { return at<const float>(norms.at(i)); };
+                self.layers.push_back({&qkv,       &output,   &gate_up,  &down,   bias(0),  bias(1), bias(2),
+                                       bias(3),    norm(0),   norm(1),   norm(2), norm(3),  norm(4), eps.at(0),
+                                       eps.at(1),  eps.at(2), slot,      group,   rope,     queries, kv_heads,
+                                       dim});
+            },
+            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::kw_only(),
+            "qkv"_a, "output"_a, "gate_up"_a, "down"_a, "biases"_a, "norms"_a, "eps"_a, "slot"_a, "group"_a, "rope"_a,
+            "queries"_a, "kv_heads"_a, "dim"_a)
+        .def("run", [](Chain& self, bool amx, const nb::list& plans, const std::vector<std::uintptr_t>& arenas,
+                       const std::vector<std::int64_t>& layer_bytes, const std::vector<std::uintptr_t>& tables, std::uintptr_t stream, std::uintptr_t change,
+                       std::int64_t rows) {
+            std::vector<Plan*> given;
+            for (nb::handle plan : plans) given.push_back(plan.is_none() ? nullptr : nb::cast<Plan*>(plan));
+            std::vector<char*> memory;
+            for (std::uintptr_t arena : arenas) memory.push_back(at<char>(arena));
+            std::vector<const float*> factors;
+            for (std::uintptr_t table : tables) factors.push_back(at<const float>(table));
+            nb::gil_scoped_release released;
+            self.run(team, amx, given, memory, layer_bytes, factors, at<bf16>(stream), at<bf16>(change), rows);
+        });
     m.def(
         "rotate",
         [](std::uintptr_t x, std::int64_t rows, std::int64_t stride, int heads, int dim, std::uintptr_t cos,

@@ -11,13 +11,13 @@ from kvist.cache.groups import Group
 from kvist.errors import UnsupportedModel
 from kvist.kernels.cpu import Cpu, kernels_of
 from kvist.kernels.gradients import gradients_wanted
+from kvist.model.chain import Chain
 from kvist.model.families import network_of
-from kvist.model.feed_forward import feed_forward_of
+from kvist.model.layer import Layer, norm_of
 from kvist.model.linear import Logits
-from kvist.model.mixers import Pass, Places, mixer_of
+from kvist.model.mixers import Pass, Places
 from kvist.model.mixers.places import Observer, Plan
-from kvist.model.network import Block, Norm
-from kvist.model.norms import AnyNorm, FusedResidual, LayerNorm, PlainResidual, Residual, RMSNorm, Stream
+from kvist.model.norms import FusedResidual, PlainResidual, Residual, Stream
 from kvist.model.rotary import Rotary
 from kvist.model.weights import Checkpoint
 from kvist.spec.model import ModelSpec
@@ -79,7 +79,8 @@ class Decoder:
         self.layers = [
             Layer(checkpoint, block, hidden, where) for block, where in zip(network.blocks, places, strict=True)
         ]
-        self.norm = _norm(checkpoint, network.norm, hidden)
+        self.chain = None if self.differentiable or network.wide else Chain.of(self.kernels, self.layers)
+        self.norm = norm_of(checkpoint, network.norm, hidden)
         head = self.embedding if network.tied else checkpoint.tensor(network.head, (self.vocab, hidden))
         if network.tied and checkpoint.has(_HEAD):
             self._check_tied(checkpoint)
@@ -123,7 +124,11 @@ class Decoder:
             stream = Residual(x.float() if network.wide else x, self.dtype)
         else:
             stream = FusedResidual(x, self.kernels)
-        for layer in self.layers:
+        layers = self.layers
+        if self.chain is not None and isinstance(stream, FusedResidual) and self.chain.suits(stream, run):
+            self.chain(stream, run)
+            layers = layers[self.chain.count :]
+        for layer in layers:
             # Behind the last mixer only what is sampled is read, in the order of the step's chunks.
             rows = step.sampled if layer is self.layers[-1] else None
             stream = layer(stream, run, rows)
@@ -133,48 +138,3 @@ class Decoder:
         if network.softcap is not None:
             logits = torch.tanh(logits / network.softcap) * network.softcap
         return logits
-
-
-class Layer:
-    """One block: a mixer, then a product for each token, each added to the stream of residuals."""
-
-    def __init__(self, checkpoint: Checkpoint, block: Block, hidden: int, places: Places) -> None:
-        def norm(described: Norm | None) -> AnyNorm | None:
-            return None if described is None else _norm(checkpoint, described, hidden)
-
-        self.before_mixer, self.after_mixer = norm(block.before_mixer), norm(block.after_mixer)
-        self.before_mlp, self.after_mlp = norm(block.before_mlp), norm(block.after_mlp)
-        self.mixer = None if block.mixer is None else mixer_of(checkpoint, block.mixer, places)
-        self.mlp = None if block.mlp is None else feed_forward_of(checkpoint, block.mlp)
-        self.parallel, self.scale = block.parallel, block.scale
-
-    def __call__(self, stream: Stream, step: Pass, rows: Tensor | None = None) -> Stream:
-        """Add to the stream ``[tokens, hidden]`` and return it; stores what the layer remembers of the tokens.
-
-        With ``rows`` nothing but these is computed behind the mixer, and returned.
-        """
-        seen = change = None
-        if self.mixer is not None:
-            seen = stream.normed(self.before_mixer)
-            change = self.mixer(seen, step, rows)
-        if rows is not None:
-            stream = stream.rows(rows)
-        if change is not None:
-            stream.add(self._scaled(change), self.after_mixer)
-        if self.mlp is not None:
-            if not self.parallel or seen is None:
-                seen = stream.normed(self.before_mlp)
-            elif rows is not None:
-                seen = seen.index_select(0, rows)
-            stream.add(self._scaled(self.mlp(seen)), self.after_mlp)
-        return stream
-
-    def _scaled(self, change: Tensor) -> Tensor:
-        return change if self.scale is None else change * self.scale
-
-
-def _norm(checkpoint: Checkpoint, norm: Norm, width: int) -> AnyNorm:
-    if norm.kind != "rms":
-        bias = checkpoint.vector(f"{norm.name}.bias", width) if norm.kind == "layer" else None
-        return LayerNorm(checkpoint.vector(f"{norm.name}.weight", width), bias, norm.eps)
-    return RMSNorm(checkpoint.norm(f"{norm.name}.weight", width), norm.eps)

@@ -1,0 +1,37 @@
+// Layers one after the other: what a framework does between operators takes as long as small steps do.
+
+#include "cpu_chain.h"
+
+namespace kvist {
+
+void Chain::run(const Team& team, bool amx, const std::vector<Plan*>& plans, const std::vector<char*>& arenas,
+                const std::vector<std::int64_t>& layer_bytes, const std::vector<const float*>& tables, bf16* stream,
+                bf16* change, std::int64_t rows) {
+    const bf16* late = nullptr;  // what is still to be added to the stream, and the norm that it goes through first
+    const float* after = nullptr;
+    const auto reserve = [rows](Buffer& buffer, std::int64_t width) {
+        return static_cast<bf16*>(buffer.reserve(2 * static_cast<std::size_t>(rows * width)));
+    };
+    for (const ChainLayer& layer : layers) {
+        const std::int64_t hidden = layer.qkv->inputs, width = layer.qkv->outputs;
+        const std::int64_t queries = static_cast<std::int64_t>(layer.queries) * layer.dim;
+        bf16* normed = reserve(normed_, hidden);
+        bf16* projected = reserve(projected_, width);
+        bf16* mixed = reserve(mixed_, queries);
+        bf16* inner = reserve(inner_, layer.down->inputs);
+        avx512::add_norm(team, stream, late, after, layer.before_mixer, normed, rows, hidden, layer.mixer_eps);
+        avx512::multiply(*layer.qkv, team, amx, normed, rows, projected, layer.qkv_bias);
+        avx512::rotate(team, projected, rows, width, layer.queries + layer.kv_heads, layer.dim, tables[2 * layer.rope],
+                       tables[2 * layer.rope + 1], layer.heads, layer.heads_eps);
+        char* arena = arenas[layer.group] + layer.slot * layer_bytes[layer.group];
+        avx512::attend(*plans[layer.group], team, amx, arena, projected, width, projected + queries, width, mixed);
+        avx512::multiply(*layer.output, team, amx, mixed, rows, change, layer.output_bias);
+        avx512::add_norm(team, stream, change, layer.after_mixer, layer.before_mlp, normed, rows, hidden, layer.mlp_eps);
+        avx512::multiply(*layer.gate_up, team, amx, normed, rows, inner, layer.gate_up_bias);
+        avx512::multiply(*layer.down, team, amx, inner, rows, change, layer.down_bias);
+        late = change;
+        after = layer.after_mlp;
+    }
+}
+
+}  // namespace kvist

@@ -1,0 +1,39 @@
+// Layers of one kind, one after the other, without going back to the framework between them.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cpu.h"
+
+namespace kvist {
+
+// A layer of attention and a gated product, with root-mean-square norms; pointers to weights that others own, float32
+// but for the matrices. A norm, or a bias, that is null is not there.
+struct ChainLayer {
+    const Matrix *qkv, *output, *gate_up, *down;
+    const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
+    const float *before_mixer, *after_mixer, *before_mlp, *after_mlp, *heads;
+    float mixer_eps, mlp_eps, heads_eps;
+    int slot;         // the layer's place in its group
+    int group, rope;  // places in what a run is given
+    int queries, kv_heads, dim;
+};
+
+class Chain {
+  public:
+    std::vector<ChainLayer> layers;
+
+    // Runs all layers over a step's rows.
+    //   plans, arenas, layer_bytes   of each group
+    //   tables   cosines and sines of each rotation, by turns: float32 [rows, dim / 2]
+    //   stream   bf16 [rows, hidden], in and out; what the last layer adds to it goes to `change`, not normed
+    void run(const Team& team, bool amx, const std::vector<Plan*>& plans, const std::vector<char*>& arenas,
+             const std::vector<std::int64_t>& layer_bytes, const std::vector<const float*>& tables, bf16* stream,
+             bf16* change, std::int64_t rows);
+
+  private:
+    Buffer normed_, projected_, mixed_, inner_;
+};
+
+}  // namespace kvist

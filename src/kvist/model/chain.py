@@ -1,0 +1,132 @@
+"""Plain layers run as one call: attention with rotary positions, a gated product, root-mean-square norms.
+
+A step that decodes few sequences takes as long between operators as inside them: of SmolLM2 240 of them. Layers from
+the first on that are of this kind, as those of Llama, Mistral, Qwen, Gemma and their like are, run on the C++ kernels
+without coming back; the others, and the last, whose rows are chosen, run as in all steps.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvist.kernels.cpu import Cpu, PagedAttention, PagedPlan
+from kvist.kernels.matrix import Matrix
+from kvist.model.feed_forward import GatedMlp
+from kvist.model.layer import Layer
+from kvist.model.mixers.attention import AttentionMixer
+from kvist.model.mixers.places import Pass
+from kvist.model.norms import FusedResidual, RMSNorm
+from kvist.model.rotary import FusedRotation
+
+MOST_ROWS = 64
+"""Larger steps hide what is between operators; and what is worked in grows with them."""
+
+
+class Chain:
+    """Layers ``0 … count - 1`` of a decoder.
+
+    Args:
+        kernels: of this machine.
+        layers: that :func:`plain` describes, in their order.
+    """
+
+    def __init__(self, kernels: Cpu, layers: Sequence[Layer]) -> None:
+        self.kernels = kernels
+        self.count = len(layers)
+        self.chain = kernels.module.Chain()
+        self.groups: set[int] = set()
+        # Norms and biases are read where they are; the matrices are held by the chain.
+        self.held: list[Tensor] = []
+        for layer in layers:
+            self._add(layer)
+        self.after = layers[-1].after_mlp
+
+    @classmethod
+    def of(cls, kernels: Cpu | None, layers: Sequence[Layer]) -> "Chain | None":
+        """Those layers that can, but for the last of all; None where there are fewer than two."""
+        count = 0
+        while count < len(layers) - 1 and plain(layers[count]):
+            count += 1
+        return cls(kernels, layers[:count]) if kernels is not None and count > 1 else None
+
+    def _add(self, layer: Layer) -> None:
+        mixer, mlp = layer.mixer, layer.mlp
+        assert isinstance(mixer, AttentionMixer)
+        assert isinstance(mlp, GatedMlp)
+        matrices = [mixer.qkv.matrix, mixer.output.matrix, mlp.gate_up.matrix, mlp.down.matrix]
+        qkv, output, gate_up, down = [matrix for matrix in matrices if matrix is not None]
+        norms = [layer.before_mixer, layer.after_mixer, layer.before_mlp, layer.after_mlp, mixer.norm]
+        eps = [norm.eps if norm is not None else 0.0 for norm in (layer.before_mixer, layer.before_mlp, mixer.norm)]
+        self.groups.add(mixer.group)
+        self.chain.add(
+            qkv=qkv.packed,
+            output=output.packed,
+            gate_up=gate_up.packed,
+            down=down.packed,
+            biases=[self._address(matrix.bias) for matrix in (qkv, output, gate_up, down)],
+            norms=[self._address(norm.multiplier if isinstance(norm, RMSNorm) else None) for norm in norms],
+            eps=eps,
+            slot=mixer.slot,
+            group=mixer.group,
+            rope=mixer.rope,
+            queries=mixer.turned - mixer.kv_heads,
+            kv_heads=mixer.kv_heads,
+            dim=mixer.dim,
+        )
+
+    def _address(self, tensor: Tensor | None) -> int:
+        if tensor is None:
+            return 0
+        self.held.append(tensor)
+        return tensor.data_ptr()
+
+    def suits(self, stream: object, step: Pass) -> bool:
+        """Whether a step can be run so: a small one, on the C++ kernels, whose queries nobody looks at."""
+        return (
+            isinstance(stream, FusedResidual)
+            and len(stream.x) <= MOST_ROWS
+            and step.observer is None
+            and all(type(step.plans[group]) is PagedPlan for group in self.groups)
+            and all(isinstance(rotation, FusedRotation) for rotation in step.rotations)
+        )
+
+    def __call__(self, stream: FusedResidual, step: Pass) -> None:
+        """Run the layers over the stream, which holds nothing to be added yet; stores what they remember."""
+        change = torch.empty_like(stream.x)
+        plans: list[object] = [None] * len(step.plans)
+        arenas, sizes = [0] * len(step.plans), [0] * len(step.plans)
+        for group in self.groups:
+            plan = step.plans[group]
+            assert isinstance(plan, PagedPlan)
+            memory: PagedAttention = plan.memory
+            plans[group], arenas[group], sizes[group] = plan.plan, memory.store.address, memory.layer_bytes
+        tables = []
+        for rotation in step.rotations:
+            assert isinstance(rotation, FusedRotation)
+            tables += [rotation.cos.data_ptr(), rotation.sin.data_ptr()]
+        self.chain.run(
+            self.kernels.amx, plans, arenas, sizes, tables, stream.x.data_ptr(), change.data_ptr(), len(change)
+        )
+        stream.add(change, self.after)
+
+
+def plain(layer: Layer) -> bool:
+    """Whether a layer is of this kind, with all its weights on the C++ kernels."""
+    mixer, mlp = layer.mixer, layer.mlp
+    if not isinstance(mixer, AttentionMixer) or not isinstance(mlp, GatedMlp) or layer.parallel:
+        return False
+    norms = (layer.before_mixer, layer.before_mlp)
+    others = (layer.after_mixer, layer.after_mlp)
+    matrices: tuple[Matrix | None, ...] = (
+        mixer.qkv.matrix, mixer.output.matrix, mlp.gate_up.matrix, mlp.down.matrix
+    )  # fmt: skip
+    special = (layer.scale, mixer.whole_norms, mixer.temperature, mixer.hadamard, mixer.sinks)
+    return (
+        all(isinstance(norm, RMSNorm) for norm in norms)
+        and all(norm is None or isinstance(norm, RMSNorm) for norm in others)
+        and None not in matrices
+        and all(each is None for each in special)
+        and mixer.rope is not None
+        and not mixer.gates
+    )
