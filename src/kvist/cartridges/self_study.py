@@ -70,12 +70,14 @@ class Item:
         chunk: which part of the document its teacher reads.
         tokens: prompt and answer, as a request's prompt and its answer are.
         learnt: index of the first token that is to be foretold.
+        answer: index of the answer's first token; 0 where there is no question.
     """
 
     kind: str
     chunk: int
     tokens: tuple[int, ...]
     learnt: int
+    answer: int = 0
 
 
 class Writer:
@@ -108,7 +110,8 @@ class Writer:
         if isinstance(answer, str):
             text = answer if self.chat else f" {answer}"
             answer = [*self.tokenizer.encode(text, special=False), *self._end()]
-        return Item(kind=kind, chunk=chunk, tokens=(*prompt, *answer), learnt=max(1, self.boilerplate))
+        learnt = max(1, self.boilerplate)
+        return Item(kind=kind, chunk=chunk, tokens=(*prompt, *answer), learnt=learnt, answer=len(prompt))
 
     def passage(self, chunk: int, text: str) -> Item:
         """Some of the document's own words."""

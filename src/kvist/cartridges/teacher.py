@@ -6,9 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvist.cache.pinning import placeholders
 from kvist.cache.prefix import PrefixKey
 from kvist.cartridges.distillation import Targets
 from kvist.cartridges.self_study import Item
+from kvist.engine.cartridges import Loaded
 from kvist.engine.engine import Engine
 from kvist.errors import DoesNotFit
 from kvist.scheduler import Batch, Chunk, Request
@@ -32,18 +34,30 @@ class Teacher:
         """What is expected of the tokens that the item teaches."""
         return Targets.of(self.logits(context, item.tokens, item.learnt))
 
-    def logits(self, context: Sequence[int], tokens: Sequence[int], first: int) -> Tensor:
+    def logits(
+        self, context: Sequence[int], tokens: Sequence[int], first: int, *, behind: Loaded | None = None
+    ) -> Tensor:
         """Logits before each of ``tokens[first:]``, float32 ``[tokens - first, vocab]``.
+
+        Args:
+            context: what stands before them.
+            tokens: of the item.
+            first: of them that is foretold.
+            behind: a cartridge of the engine, in the place of the context.
 
         Raises:
             DoesNotFit: the cache cannot hold them.
         """
+        pinned = 0 if behind is None else behind.tokens
+        if behind is not None:
+            context = placeholders(pinned).tolist()
         # The last token is foretold, and never read.
         whole = np.array([*context, *tokens[:-1]], np.int32)
         start = len(context) + first - 1
         cache, runner = self.engine.cache, self.engine.runner
         # What is learnt is no part of what the tree is asked for: its logits are wanted, and so it is read each time.
-        sequence = cache.begin(whole[: start + 1], self.key)
+        sequence = cache.begin(whole[: start + 1], self.key if behind is None else behind.pin.key)
+        sequence.pinned = pinned
         request = Request("self-study", sequence, 0)
         found: list[Tensor] = []
         try:

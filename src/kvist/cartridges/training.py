@@ -333,7 +333,7 @@ def pack(name: str, lessons: Sequence[Lesson]) -> dict[str, Tensor]:
     kinds = "\n".join(item.kind for item in items).encode()
     return {
         f"{name}.tokens": torch.tensor([token for item in items for token in item.tokens], dtype=torch.int32),
-        f"{name}.shape": torch.tensor([[item.chunk, len(item.tokens), item.learnt] for item in items]),
+        f"{name}.shape": torch.tensor([[item.chunk, len(item.tokens), item.learnt, item.answer] for item in items]),
         f"{name}.kinds": torch.frombuffer(bytearray(kinds), dtype=torch.uint8),
         f"{name}.ids": torch.cat([lesson.targets.ids for lesson in lessons]),
         f"{name}.logs": torch.cat([lesson.targets.logs for lesson in lessons]),
@@ -344,13 +344,11 @@ def unpack(name: str, tensors: Mapping[str, Tensor]) -> list[Lesson]:
     """The way back from :func:`pack`."""
     shape = tensors[f"{name}.shape"].tolist()
     kinds = bytes(tensors[f"{name}.kinds"].tolist()).decode().split("\n")
-    tokens = torch.split(tensors[f"{name}.tokens"], [length for _, length, _ in shape])
-    rows = [length - learnt for _, length, learnt in shape]
+    tokens = torch.split(tensors[f"{name}.tokens"], [length for _, length, _, _ in shape])
+    rows = [length - learnt for _, length, learnt, _ in shape]
     ids, logs = (torch.split(tensors[f"{name}.{part}"], rows) for part in ("ids", "logs"))
-    return [
-        Lesson(
-            item=Item(kind=kind, chunk=chunk, tokens=tuple(own.tolist()), learnt=learnt),
-            targets=Targets(ids=own_ids, logs=own_logs),
-        )
-        for kind, (chunk, _, learnt), own, own_ids, own_logs in zip(kinds, shape, tokens, ids, logs, strict=True)
-    ]
+    lessons = []
+    for kind, (chunk, _, learnt, answer), own, own_ids, own_logs in zip(kinds, shape, tokens, ids, logs, strict=True):
+        item = Item(kind=kind, chunk=chunk, tokens=tuple(own.tolist()), learnt=learnt, answer=answer)
+        lessons.append(Lesson(item=item, targets=Targets(ids=own_ids, logs=own_logs)))
+    return lessons

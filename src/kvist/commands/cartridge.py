@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvist import cli_values as values
-from kvist.commands.options import MODEL_HELP, add_command, add_json, check_place, print_json
+from kvist.commands.options import MODEL_HELP, add_command, add_format, add_json, check_place, print_json
 from kvist.commands.progress import Bar
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def add_cartridge(commands: Any) -> None:
         epilog="example:\n  kvist cartridge train smollm2-135m manual.txt --tokens 128 --out manual.cartridge",
     )
     parts = command.add_subparsers(dest="part", metavar="COMMAND", required=True, prog="kvist cartridge")
-    for add in (_add_train, _add_info, _add_list):
+    for add in (_add_train, _add_info, _add_eval, _add_list):
         add(parts)
 
 
@@ -84,6 +84,29 @@ def _add_info(parts: Any) -> None:
         epilog="example:\n  kvist cartridge info manual.cartridge",
     )
     command.add_argument("file", metavar="FILE", help="a cartridge")
+    add_json(command)
+
+
+def _add_eval(parts: Any) -> None:
+    command = add_command(
+        parts,
+        "eval",
+        run_eval,
+        usage="kvist cartridge eval FILE DOCUMENT [options]",
+        help="hold one against the whole document, and against shorter caches of it",
+        description="Ask questions behind a cartridge, and hold the answers against those of the model\n"
+        "that reads the whole document; beside it the document cut to as many tokens, and\n"
+        "pruned to as many before the questions were known.",
+        epilog="example:\n  kvist cartridge eval manual.cartridge manual.txt --questions manual.json",
+    )
+    command.add_argument("file", metavar="FILE", help="a cartridge")
+    command.add_argument("document", metavar="DOCUMENT", help="of which it was made")
+    command.add_argument("--model", metavar="MODEL", help="for which it was made (as it says)")
+    command.add_argument("--questions", metavar="FILE", help="JSON, a list of [question, answer] (made of sentences)")
+    command.add_argument("--count", type=values.whole(1, 10**5), default=24, metavar="N", help="questions made (24)")
+    command.add_argument("--dtype", choices=["f32", "bf16"], help="in which the network computes")
+    command.add_argument("--memory", type=values.size, metavar="SIZE", help="for each cache (512MiB)")
+    add_format(command, default=None)
     add_json(command)
 
 
@@ -176,6 +199,63 @@ def run_info(args: argparse.Namespace) -> int:
             ("digest", cartridge.digest),
         ]
     )  # fmt: skip
+    return 0
+
+
+def run_eval(args: argparse.Namespace) -> int:
+    """``kvist cartridge eval``."""
+    from hashlib import sha256
+    from pathlib import Path
+
+    from kvist.cartridges.evaluation import evaluate, made_questions, read_questions
+    from kvist.cartridges.make import read_document
+    from kvist.cartridges.self_study import Writer
+    from kvist.engine.engine import Engine, best_dtype
+    from kvist.errors import InputError
+    from kvist.store.cartridge_file import load
+
+    cartridge = load(Path(args.file))
+    text = read_document(Path(args.document))
+    if sha256(text.encode()).hexdigest() != cartridge.manifest.document_digest:
+        raise InputError(
+            f"document: {args.document} is not the {cartridge.manifest.document} of which {args.file} was made; name "
+            f"that",
+            key="document",
+        )
+    dtype = args.dtype or best_dtype()
+    settings: dict[str, Any] = {"dtype": dtype} | ({} if args.memory is None else {"memory": args.memory})
+    name = "cartridge"
+    engine = Engine(args.model or cartridge.manifest.model, cartridges={name: cartridge}, **settings)
+    cartridges = {name: (engine, engine.shelf.named(name))}
+    if values.format_said(args):
+        stored = Engine(engine.spec, format=values.cache_format(args, dtype), cartridges={name: cartridge}, **settings)
+        cartridges[f"{name} in {stored.format}"] = stored, stored.shelf.named(name)
+    writer = Writer(engine.tokenizer)
+    questions = (
+        made_questions(text, writer, args.count)
+        if args.questions is None
+        else read_questions(Path(args.questions), writer)
+    )
+    with Bar() as bar:
+        found = evaluate(
+            engine,
+            engine.tokenizer.encode(text, parse_special=False),
+            questions,
+            cartridges,
+            tokens=cartridge.tokens,
+            told=lambda done: bar.show("questions", done),
+        )
+    if args.json:
+        return print_json({"file": args.file, "questions": len(questions), "rows": [row.to_dict() for row in found]})
+    from kvist.report.tables import Column, print_table
+
+    titles = ("tokens", "divergence", "agreement", "likelihood")
+    columns = (Column(title="memory"), *(Column(title=title, number=True) for title in titles))
+    rows = [
+        (row.memory, f"{row.tokens:,}", f"{row.kl:.3f}", f"{row.top1_agreement:.1%}", f"{row.likelihood:.3f}")
+        for row in found
+    ]
+    print_table(columns, rows, title=f"{len(questions)} questions about {cartridge.manifest.document}")
     return 0
 
 

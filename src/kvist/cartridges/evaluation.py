@@ -1,0 +1,230 @@
+"""What a cartridge is worth: questions behind it, behind the whole document, and behind other short memories of it.
+
+All answer the same questions, which none of them knew when it was made: a pruned cache has read the document and
+dropped tokens before the question is read. Of each the distributions before the answers' tokens are compared with those
+of the model that has the whole document before the question.
+"""
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvist.cache.sequence import Sequence as Stored
+from kvist.cartridges.self_study import Writer, template_items
+from kvist.cartridges.teacher import Teacher
+from kvist.engine.cartridges import Loaded
+from kvist.engine.engine import Engine
+from kvist.errors import BadFile, DoesNotFit, InputError
+from kvist.scheduler import Batch, Chunk, Request
+from kvist.spec.pruning import METHODS, Pruning
+
+_CHUNK = 512
+# Of questions that are made of the document's sentences: no seed of a training.
+_SEED = "evaluation"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A question as a request has it, and its answer.
+
+    Attributes:
+        tokens: of both.
+        answer: index of the answer's first token.
+    """
+
+    tokens: tuple[int, ...]
+    answer: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fidelity:
+    """How one memory of a document answers.
+
+    Attributes:
+        memory: ``document``, ``cartridge``, ``truncated``, or a method of pruning.
+        tokens: that it keeps.
+        kl: divergence from the whole document's distributions, mean over the answers' tokens, in nats.
+        top1_agreement: share of them at which both find the same likeliest.
+        likelihood: geometric mean of the probabilities of the answers' tokens.
+        answered: tokens of the answers.
+    """
+
+    memory: str
+    tokens: int
+    kl: float
+    top1_agreement: float
+    likelihood: float
+    answered: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ``kvist cartridge eval --json`` prints it."""
+        return asdict(self)
+
+
+class _Sums:
+    def __init__(self) -> None:
+        self.kl = self.agreed = self.likelihood = 0.0
+        self.rows = 0
+
+    def add(self, reference: Tensor, found: Tensor, answer: Sequence[int]) -> None:
+        reference, found = reference.log_softmax(1), found.log_softmax(1)
+        self.kl += float((reference.exp() * (reference - found)).sum())
+        self.agreed += int((reference.argmax(1) == found.argmax(1)).sum())
+        self.likelihood += float(found.gather(1, torch.tensor(answer)[:, None]).double().sum())
+        self.rows += len(found)
+
+    def fidelity(self, memory: str, tokens: int) -> Fidelity:
+        rows = max(1, self.rows)
+        return Fidelity(
+            memory=memory,
+            tokens=tokens,
+            kl=self.kl / rows,
+            top1_agreement=self.agreed / rows,
+            likelihood=float(np.exp(self.likelihood / rows)),
+            answered=self.rows,
+        )
+
+
+def evaluate(
+    engine: Engine,
+    document: Sequence[int],
+    questions: Sequence[Question],
+    cartridges: Mapping[str, tuple[Engine, Loaded]],
+    *,
+    tokens: int,
+    against: Sequence[str] = ("truncated", *METHODS),
+    told: Callable[[float], None] = lambda done: None,
+) -> list[Fidelity]:
+    """Ask questions behind a document, and behind shorter memories of it.
+
+    Args:
+        engine: idle, with its cache in the type of computation; answers with the document, and prunes it.
+        document: its tokens.
+        questions: to ask.
+        cartridges: by what they are to be called, each in an engine of this model.
+        tokens: that truncation and pruning keep.
+        against: ``truncated``, which reads the first tokens alone, and methods of pruning; those that the model cannot
+            be pruned by are left out.
+        told: hears which share is done.
+
+    Raises:
+        DoesNotFit: the cache cannot hold document and question.
+    """
+    teacher = Teacher(engine)
+    prunable = any(group.prunable for group in engine.groups)
+    methods = [name for name in against if name == "truncated" or prunable]
+    names = ["document", *cartridges, *methods]
+    sums = {name: _Sums() for name in names}
+    teachers = {name: Teacher(other) for name, (other, _) in cartridges.items()}
+    pruned = {name: _Pruned(engine, document, f"{name}:{tokens}") for name in methods if name != "truncated"}
+    try:
+        for number, question in enumerate(questions):
+            told(number / len(questions))
+            answer, given = question.tokens[question.answer :], (question.tokens, question.answer)
+            reference = teacher.logits(document, *given)
+            sums["document"].add(reference, reference, answer)
+            for name, (_, loaded) in cartridges.items():
+                sums[name].add(reference, teachers[name].logits([], *given, behind=loaded), answer)
+            if "truncated" in sums:
+                sums["truncated"].add(reference, teacher.logits(document[:tokens], *given), answer)
+            for name, memory in pruned.items():
+                sums[name].add(reference, memory.logits(*given), answer)
+    finally:
+        for memory in pruned.values():
+            memory.release()
+    kept = {"document": len(document)} | {name: loaded.tokens for name, (_, loaded) in cartridges.items()}
+    return [sums[name].fidelity(name, kept.get(name, tokens)) for name in names]
+
+
+class _Pruned:
+    """A document that was read and pruned; questions are asked of copies of what is left."""
+
+    def __init__(self, engine: Engine, document: Sequence[int], evict: str) -> None:
+        self.engine = engine
+        self.evict = evict
+        pruning = Pruning.read(evict)
+        assert pruning is not None
+        cache, runner = engine.cache, engine.runner
+        self.sequence = cache.begin(np.array(document, np.int32), engine.prefix_key("pruned"))
+        self.sequence.pruning = pruning.of_prompt(len(document))
+        request = Request(evict, self.sequence, 0)
+        while self.sequence.length < len(document):
+            chunk = self._reserved(request, _CHUNK)
+            runner.run(Batch([chunk], []))
+            runner.copy(cache.commit(self.sequence, chunk.start + chunk.count))
+            engine.pruner.prune([chunk])
+        engine.pruner.forget(evict)
+
+    def _reserved(self, request: Request, budget: int) -> Chunk:
+        sequence = request.sequence
+        reservation = self.engine.cache.reserve(sequence, budget)
+        if not reservation.granted:
+            raise DoesNotFit(f"memory: the cache cannot hold {sequence.size} tokens and {self.evict}; give it more")
+        self.engine.runner.copy(reservation.copies)
+        return Chunk(request, sequence.length, reservation.limit - sequence.length, samples=True)
+
+    def logits(self, tokens: Sequence[int], first: int) -> Tensor:
+        """As :meth:`Teacher.logits`."""
+        cache, runner = self.engine.cache, self.engine.runner
+        fork = cache.fork(self.sequence)
+        if fork is None:
+            raise DoesNotFit(f"memory: the cache cannot hold a second {self.evict}; give it more")
+        runner.copy(fork.copies)
+        twin: Stored = fork.sequence
+        # It is pruned no further.
+        twin.pruning = None
+        try:
+            for token in tokens[:-1]:
+                twin.append(token)
+            chunk = self._reserved(Request(f"{self.evict} asked", twin, 0), len(tokens))
+            logits = runner.score([chunk])
+            runner.copy(cache.commit(twin, chunk.start + chunk.count))
+            return logits[first - 1 :]
+        finally:
+            cache.release(twin, keep=False)
+
+    def release(self) -> None:
+        """Give its blocks back."""
+        self.engine.cache.release(self.sequence, keep=False)
+
+
+def read_questions(path: Path, writer: Writer) -> list[Question]:
+    """Questions of a file: JSON, a list of ``[question, answer]``.
+
+    Raises:
+        BadFile: it is written otherwise.
+        InputError: it cannot be read.
+    """
+    try:
+        pairs = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"questions: {path}: {error.strerror}", key="questions") from error
+    except ValueError as error:
+        raise BadFile(f"{path}: no JSON: {error}") from error
+    if not isinstance(pairs, list) or not pairs:
+        raise BadFile(f"{path}: a list of [question, answer] was expected")
+    found = []
+    for number, pair in enumerate(pairs):
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(part, str) and part for part in pair)):
+            raise BadFile(f"{path}: entry {number} is no [question, answer] of two texts")
+        item = writer.item("question", 0, pair[0], pair[1])
+        found.append(Question(tokens=item.tokens, answer=len(writer.prompt(pair[0]))))
+    return found
+
+
+def made_questions(text: str, writer: Writer, count: int) -> list[Question]:
+    """Questions made of the document's own sentences, where nobody has written better ones."""
+    made = template_items(writer, 0, text, random.Random(_SEED))
+    items = (item for item in made if item.kind != "passage")
+    found: list[Question] = []
+    while len(found) < count:
+        item = next(items)
+        found.append(Question(tokens=item.tokens, answer=item.answer))
+    return found
