@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import exp
+from math import exp, isfinite
 from typing import Any
 
 import numpy as np
@@ -96,7 +96,7 @@ class Row:
             "bytes_per_token": round(self.bytes_per_token, 2),
             "memory_ratio": round(self.memory_ratio, 3),
             "kl": round(self.kl, 6),
-            "kl_error": round(self.kl_error, 6),
+            "kl_error": round(self.kl_error, 6) if isfinite(self.kl_error) else None,
             "top1_agreement": round(self.top1_agreement, 4),
             "perplexity": round(self.perplexity, 4),
             "needle": round(self.needle, 4),

@@ -34,7 +34,7 @@ def plot_comparison(content: Mapping[str, Any], path: str) -> None:
         ):
             if own:
                 panel.errorbar(
-                    *_places(own), yerr=[2 * row["kl_error"] for row in own], fmt="o", color=colour, label=name,
+                    *_places(own), yerr=[2 * (row["kl_error"] or 0) for row in own], fmt="o", color=colour, label=name,
                     markersize=5, elinewidth=1,
                 )  # fmt: skip
         for row in rows:
@@ -43,12 +43,14 @@ def plot_comparison(content: Mapping[str, Any], path: str) -> None:
                 textcoords="offset points", fontsize=8,
             )  # fmt: skip
         panel.set_yscale("log")
-        panel.set_xlim(left=0)
+        panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        # Names stand to the right of their points.
+        panel.set_xlim(0, 1.25 * max(row["bytes_per_token"] for row in rows) / 1024 if rows else 1)
         panel.set_xlabel("KiB a token, held")
         panel.set_ylabel("KL divergence from the full cache, nats")
         panel.grid(color=_LINE, linewidth=0.6, alpha=0.7)
         panel.set_axisbelow(True)
-        panel.legend(frameon=False, loc="upper right")
+        panel.legend(frameon=False, loc="lower left")
         write_picture(figure, path)
 
 
