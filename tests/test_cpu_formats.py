@@ -128,7 +128,7 @@ class Memory:
         min_size=1,
         max_size=4,
     ),
-    heads=st.sampled_from([(1, 4), (2, 3), (3, 3), (3, 1), (1, 17)]),
+    heads=st.sampled_from([(1, 4), (2, 3), (3, 3), (3, 1), (2, 7), (1, 8), (1, 17)]),
     dim=st.sampled_from([32, 64, 96, 128, 256]),
     tokens=st.sampled_from([16, 16, 32, 48]),
     window=st.sampled_from([None, None, 3, 16, 150]),

@@ -77,7 +77,7 @@ def check(kernels, scene, *, repeats=3, softcap=None, seed=0):
     limit=st.sampled_from(
         [{}, {}, {"window": 3}, {"window": 16}, {"window": 33}, {"window": 150}, {"chunk": 32}, {"chunk": 96}]
     ),
-    heads=st.sampled_from([(1, 4), (2, 3), (3, 1)]),
+    heads=st.sampled_from([(1, 4), (2, 3), (3, 1), (2, 5), (17, 1)]),
     dim=st.sampled_from([32, 64, 96, 256]),
     block_tokens=st.sampled_from([16, 32]),
     softcap=st.sampled_from([None, None, 2.0]),
