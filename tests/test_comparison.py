@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import served_latent
+import served_states
 import torch
 import torch.nn.functional as F
 from cartridge_models import LLAMA, reading_model
@@ -171,7 +173,7 @@ def test_settings():
     assert len({setting.format for setting in every_format()}) > len(CODECS) ** 2
     (both,) = together([INT8.format], [HALF.pruning])
     assert both == BOTH
-    assert both.label("bf16") == "int8/int8, streaming:0.5"
+    assert both.label("bf16") == "int8/int8 + streaming:0.5"
 
 
 def test_what_a_model_does_not_store_is_left_out_or_refused(text, tmp_path):
@@ -182,6 +184,18 @@ def test_what_a_model_does_not_store_is_left_out_or_refused(text, tmp_path):
     found = compare(spec, text, [INT8, Setting(format=CacheFormat(key="fp8", value="fp8"))], lenient=True, **SIZES)
     assert [row.label for row in found.rows] == ["f32/f32", "fp8/fp8"]
     assert "groups of 32" in found.left_out["int8/int8"]
+
+
+def test_models_that_store_latents_or_states(text, tmp_path):
+    for name, case, expected in (
+        ("latents", served_latent.CASES["deepseek-v2"], ["f32/f32", "fp8/fp8"]),
+        ("states", served_states.CASES["mamba-2"], ["f32/f32"]),
+    ):
+        (tmp_path / name).mkdir()
+        directory, _ = reading_model(tmp_path / name, case)
+        found = compare(ModelSpec.read(directory), text, usual(), lenient=True, **SIZES | {"pieces": 1})
+        assert [row.label for row in found.rows] == expected
+        assert len(found.left_out) == len(usual())
 
 
 def test_a_journal_goes_on_where_it_stood(model, text, found, tmp_path, monkeypatch):
@@ -232,7 +246,7 @@ def test_the_command(model, text, tmp_path, capsys):
     assert main([*call, "--json", "--html", str(tmp_path / "page.html"), "--plot", str(tmp_path / "front.svg")]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["setting"] for row in rows] == [
-        "f32/f32", "int8/int8 rotated", "snapkv:0.25", "int8/int8 rotated, snapkv:0.25",
+        "f32/f32", "int8/int8 rotated", "snapkv:0.25", "int8/int8 rotated + snapkv:0.25",
     ]  # fmt: skip
     assert rows[3]["format"] == "int8/int8"
     assert rows[3]["rotate"]
@@ -242,7 +256,7 @@ def test_the_command(model, text, tmp_path, capsys):
     assert main(call) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
-    assert "int8/int8 rotated, snapkv:0.25" in " ".join(out.split())
+    assert "int8/int8 rotated + snapkv:0.25" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from kvist.comparison.settings import Setting
 from kvist.engine.engine import best_dtype, with_weights
 from kvist.engine.tokenizer import Tokenizer
 from kvist.errors import InputError
+from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
 
 BROKEN = 0.5
@@ -151,22 +152,7 @@ def compare(
         )
     cut = pieces_of(tokenizer, text, context=context, following=following, pieces=pieces, seed=seed)
     book = Journal(journal, digest(spec.name, dtype, cut))
-    left_out = {}
-    wanted = []
-    for setting in dict.fromkeys(setting for setting in settings if not setting.full):
-        try:
-            groups = stored_groups(spec, setting.format, dtype)
-            if setting.pruning is not None and not any(group.prunable for group in groups):
-                raise InputError(
-                    f"evict: {spec.name} has no layers of full attention over keys and values, whose tokens could go",
-                    key="evict",
-                )
-        except InputError as error:
-            if not lenient:
-                raise
-            left_out[setting.label(dtype)] = str(error)
-        else:
-            wanted.append(setting)
+    wanted, left_out = _for_model(spec, [setting for setting in settings if not setting.full], dtype, lenient=lenient)
     rows = {setting: row for setting in wanted if (row := book.find(setting, dtype)) is not None}
     full = Setting()
     first = book.find(full, dtype)
@@ -200,3 +186,37 @@ def compare(
         pieces=len(cut),
         left_out=left_out,
     )
+
+
+def _for_model(
+    spec: ModelSpec, settings: Sequence[Setting], dtype: str, *, lenient: bool
+) -> tuple[list[Setting], dict[str, str]]:
+    """The settings that make a difference to this model, and why others are left out, by their labels.
+
+    Raises:
+        InputError: one is not for this model, and nobody was lenient.
+    """
+    full = [group.block_bytes for group in stored_groups(spec, None, dtype)]
+    wanted: list[Setting] = []
+    left_out: dict[str, str] = {}
+    for setting in dict.fromkeys(settings):
+        try:
+            groups = stored_groups(spec, setting.format, dtype)
+            if setting.pruning is not None and not any(group.prunable for group in groups):
+                raise InputError(
+                    f"evict: {spec.name} has no layers of full attention over keys and values, whose tokens could go",
+                    key="evict",
+                )
+            if lenient and setting.pruning is None and [group.block_bytes for group in groups] == full:
+                raise InputError(f"format: {spec.name} keeps nothing that it would store in other bytes", key="format")
+        except InputError as error:
+            if not lenient:
+                raise
+            left_out[setting.label(dtype)] = str(error)
+        else:
+            wanted.append(setting)
+    latents = Setting(format=CacheFormat(key="fp8", value="fp8"))
+    if lenient and left_out and latents not in settings and not any(setting.format for setting in wanted):
+        # What they can be stored in.
+        wanted = [*_for_model(spec, [latents], dtype, lenient=True)[0], *wanted]
+    return wanted, left_out

@@ -37,7 +37,7 @@ class Setting:
         words = [] if self.format is None else [str(self.format)]
         if self.pruning is not None:
             words.append(str(self.pruning))
-        return ", ".join(words) or f"{dtype}/{dtype}"
+        return " + ".join(words) or f"{dtype}/{dtype}"
 
 
 def usual() -> list[Setting]:

@@ -5,6 +5,7 @@ from textwrap import fill
 from typing import Any
 
 from kvist.report.tables import WIDTH, Column, print_table
+from kvist.units import counted
 
 _COLUMNS = (
     Column(title="setting"),
@@ -22,11 +23,12 @@ def print_comparison(content: Mapping[str, Any]) -> None:
     """Print what ``Comparison.to_dict`` tells."""
     rows: Sequence[Mapping[str, Any]] = content["rows"]
     print_table(_COLUMNS, [_cells(row) for row in rows], title=f"{content['model']}, computed in {content['dtype']}")
+    pieces = counted(content["pieces"], "piece")
     about = (
-        f"{content['pieces']} pieces of {content['context']:,} tokens, {content['following']:,} behind each. KiB a "
-        "token as held in the arena, × how many times less. KL divergence from the full cache, agreement with its "
-        "likeliest token, and perplexity, behind the pieces. facts: share of hidden ones that were found, asked for "
-        "after pruning / before. ● no other is smaller and closer."
+        f"{pieces} of {content['context']:,} tokens, {content['following']:,} behind each. KiB a token as held in the "
+        "arena, × how many times less. KL divergence from the full cache, agreement with its likeliest token, and "
+        "perplexity, behind the pieces. facts: share of hidden ones that were found, asked for after pruning / before. "
+        "● no other is smaller and closer."
     )
     print()
     for line in remarks(content, about):
@@ -35,7 +37,10 @@ def print_comparison(content: Mapping[str, Any]) -> None:
 
 def remarks(content: Mapping[str, Any], *first: str) -> list[str]:
     """What is said below the rows."""
-    left_out = [f"left out {name}: {why}" for name, why in content["left_out"].items()]
+    reasons: dict[str, list[str]] = {}
+    for name, why in content["left_out"].items():
+        reasons.setdefault(why, []).append(name)
+    left_out = [f"left out {', '.join(names)}: {why}" for why, names in reasons.items()]
     return [*first, *content["notes"], *noise(content["rows"]), *left_out]
 
 
