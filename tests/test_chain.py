@@ -74,6 +74,23 @@ def test_logits_are_the_same_to_the_bit(engine):
     assert max(ran) == len(prompts)
 
 
+def test_pruned_requests_are_seen_alike(engine):
+    """H2O looks at the queries of every step."""
+    chain = engine.runner.decoder.chain
+    prompt = [[5 + index % 80 for index in range(60)]]
+
+    def answer(used):
+        kept, engine.runner.decoder.chain = engine.runner.decoder.chain, used
+        try:
+            (found,) = engine.generate(prompt, max_tokens=70, temperature=0, ignore_eos=True, evict="h2o:24")
+        finally:
+            engine.runner.decoder.chain = kept
+        return found.tokens
+
+    if any(group.prunable for group in engine.groups):
+        assert answer(chain) == answer(None)
+
+
 def test_layers_of_other_kinds_are_left_to_operators(tmp_path):
     reading_model(tmp_path, served_dense.CASES["gpt2"])
     engine = Engine(tmp_path, dtype="bf16", memory="4MiB")

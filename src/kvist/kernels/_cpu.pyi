@@ -89,6 +89,7 @@ class Chain:
         tables: list[int],
         stream: int,
         change: int,
+        kept: int,
         rows: int,
         /,
     ) -> None: ...

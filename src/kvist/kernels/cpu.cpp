@@ -162,7 +162,7 @@ NB_MODULE(_cpu, m) {
             "queries"_a, "kv_heads"_a, "dim"_a)
         .def("run", [](Chain& self, bool amx, const nb::list& plans, const std::vector<std::uintptr_t>& arenas,
                        const std::vector<std::int64_t>& layer_bytes, const std::vector<std::uintptr_t>& tables, std::uintptr_t stream, std::uintptr_t change,
-                       std::int64_t rows) {
+                       std::uintptr_t kept, std::int64_t rows) {
             std::vector<Plan*> given;
             for (nb::handle plan : plans) given.push_back(plan.is_none() ? nullptr : nb::cast<Plan*>(plan));
             std::vector<char*> memory;
@@ -170,7 +170,8 @@ NB_MODULE(_cpu, m) {
             std::vector<const float*> factors;
             for (std::uintptr_t table : tables) factors.push_back(at<const float>(table));
             nb::gil_scoped_release released;
-            self.run(team, amx, given, memory, layer_bytes, factors, at<bf16>(stream), at<bf16>(change), rows);
+            self.run(team, amx, given, memory, layer_bytes, factors, at<bf16>(stream), at<bf16>(change),
+                     at<bf16>(kept), rows);
         });
     m.def(
         "rotate",

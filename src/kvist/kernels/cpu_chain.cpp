@@ -2,11 +2,13 @@
 
 #include "cpu_chain.h"
 
+#include <cstring>
+
 namespace kvist {
 
 void Chain::run(const Team& team, bool amx, const std::vector<Plan*>& plans, const std::vector<char*>& arenas,
                 const std::vector<std::int64_t>& layer_bytes, const std::vector<const float*>& tables, bf16* stream,
-                bf16* change, std::int64_t rows) {
+                bf16* change, bf16* kept, std::int64_t rows) {
     const bf16* late = nullptr;  // what is still to be added to the stream, and the norm that it goes through first
     const float* after = nullptr;
     const auto reserve = [rows](Buffer& buffer, std::int64_t width) {
@@ -23,6 +25,8 @@ void Chain::run(const Team& team, bool amx, const std::vector<Plan*>& plans, con
         avx512::multiply(*layer.qkv, team, amx, normed, rows, projected, layer.qkv_bias);
         avx512::rotate(team, projected, rows, width, layer.queries + layer.kv_heads, layer.dim, tables[2 * layer.rope],
                        tables[2 * layer.rope + 1], layer.heads, layer.heads_eps);
+        for (std::int64_t row = 0; kept != nullptr && row < rows; ++row, kept += queries)
+            std::memcpy(kept, projected + row * width, 2 * static_cast<std::size_t>(queries));
         char* arena = arenas[layer.group] + layer.slot * layer_bytes[layer.group];
         avx512::attend(*plans[layer.group], team, amx, arena, projected, width, projected + queries, width, mixed);
         avx512::multiply(*layer.output, team, amx, mixed, rows, change, layer.output_bias);

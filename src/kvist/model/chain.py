@@ -5,6 +5,7 @@ the first on that are of this kind, as those of Llama, Mistral, Qwen, Gemma and 
 without coming back; the others, and the last, whose rows are chosen, run as in all steps.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -36,6 +37,8 @@ class Chain:
         self.count = len(layers)
         self.chain = kernels.module.Chain()
         self.groups: set[int] = set()
+        # Of each layer: group, slot, and the shape of one token's queries.
+        self.queries: list[tuple[int, int, tuple[int, int, int]]] = []
         # Norms and biases are read where they are; the matrices are held by the chain.
         self.held: list[Tensor] = []
         for layer in layers:
@@ -59,6 +62,7 @@ class Chain:
         norms = [layer.before_mixer, layer.after_mixer, layer.before_mlp, layer.after_mlp, mixer.norm]
         eps = [norm.eps if norm is not None else 0.0 for norm in (layer.before_mixer, layer.before_mlp, mixer.norm)]
         self.groups.add(mixer.group)
+        self.queries.append((mixer.group, mixer.slot, (mixer.repeats, mixer.kv_heads, mixer.dim)))
         self.chain.add(
             qkv=qkv.packed,
             output=output.packed,
@@ -82,11 +86,10 @@ class Chain:
         return tensor.data_ptr()
 
     def suits(self, stream: object, step: Pass) -> bool:
-        """Whether a step can be run so: a small one, on the C++ kernels, whose queries nobody looks at."""
+        """Whether a step can be run so: a small one, on the C++ kernels."""
         return (
             isinstance(stream, FusedResidual)
             and len(stream.x) <= MOST_ROWS
-            and step.observer is None
             and all(type(step.plans[group]) is PagedPlan for group in self.groups)
             and all(isinstance(rotation, FusedRotation) for rotation in step.rotations)
         )
@@ -105,10 +108,27 @@ class Chain:
         for rotation in step.rotations:
             assert isinstance(rotation, FusedRotation)
             tables += [rotation.cos.data_ptr(), rotation.sin.data_ptr()]
+        rows = len(change)
+        kept = None
+        if step.observer is not None:
+            kept = torch.empty(rows * sum(math.prod(shape) for _, _, shape in self.queries), dtype=change.dtype)
         self.chain.run(
-            self.kernels.amx, plans, arenas, sizes, tables, stream.x.data_ptr(), change.data_ptr(), len(change)
+            self.kernels.amx,
+            plans,
+            arenas,
+            sizes,
+            tables,
+            stream.x.data_ptr(),
+            change.data_ptr(),
+            0 if kept is None else kept.data_ptr(),
+            rows,
         )
         stream.add(change, self.after)
+        if step.observer is None or kept is None:
+            return
+        parts = torch.split(kept, [rows * math.prod(shape) for _, _, shape in self.queries])
+        for part, (group, slot, shape) in zip(parts, self.queries, strict=True):
+            step.observer.see(group, slot, part.view(rows, *shape), None)
 
 
 def plain(layer: Layer) -> bool:
