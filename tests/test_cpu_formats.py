@@ -143,6 +143,13 @@ def test_any_step_on_any_format(pair, parts, heads, dim, tokens, window, softcap
     memory.check(cpu_module._chosen(kind), window=window, softcap=softcap)
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_one_token_of_every_codec(kernels, codec):
+    for dim, repeats, heads in ((96, 3, 2), (64, 8, 1), (256, 1, 3)):
+        shape = {"kv_heads": heads, "repeats": repeats, "dim": dim, "tokens": 16}
+        Memory(codec, codec, **shape, parts=[(70, 1), (0, 1), (300, 1)], seed=dim).check(kernels)
+
+
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_long_contexts(kernels, pair):
     shape = {"kv_heads": 3, "repeats": 3, "dim": 64, "tokens": 16}
@@ -166,7 +173,7 @@ def test_threads_change_nothing(kernels, pair):
     assert all(torch.equal(one, found[0]) for one in found)
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "int4a", "fp8"])
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("side", ["key", "value"])
 def test_numbers_at_the_edges_are_packed_as_the_oracle_does(kernels, codec, side):
     """Zeros, one large number, subnormal scales, and what no f16 or e4m3 holds."""

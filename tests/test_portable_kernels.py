@@ -1,5 +1,7 @@
 """The portable C++ kernels against float64 over what a cache holds, and byte for byte against the codecs."""
 
+import mmap
+import sys
 import zlib
 from types import SimpleNamespace
 
@@ -52,9 +54,12 @@ class Cache:
     Args:
         parts: ``(start, count)`` a sequence: tokens it has and tokens it gets.
         leaders: ``(sequence, blocks)`` a sequence: its first blocks are that earlier one's; own ones if it is itself.
+        apart: bytes from one block to the next in an arena of zeros; None for as many as a block has, as it should be.
     """
 
-    def __init__(self, parts, *, key, value, shape, generator, leaders=None, layers=1, block_tokens=16, **limit):
+    def __init__(
+        self, parts, *, key, value, shape, generator, leaders=None, layers=1, block_tokens=16, apart=None, **limit
+    ):
         self.repeats, self.heads, self.dim = shape
         self.group = group = group_of(
             kv_heads=self.heads, dim=self.dim, layers=layers, block_tokens=block_tokens, key=key, value=value, **limit
@@ -65,17 +70,24 @@ class Cache:
         ]
         needed = [-(-(start + count) // block_tokens) for start, count in parts]
         self.layout = layout = ArenaLayout.of([group], (sum(needed) + 3) * group.block_bytes * 2)
-        self.arena = torch.full((layout.total_bytes,), 255, dtype=torch.uint8)
+        slab_bytes, per_slab, blocks = layout.slab_bytes, layout.blocks_per_slab[0], layout.total_blocks(0)
+        if apart is None:
+            self.arena = torch.full((layout.total_bytes,), 255, dtype=torch.uint8)
+        else:
+            slab_bytes, per_slab, blocks = apart, 1, sum(needed)
+            # What is not touched takes no memory.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self.arena = torch.frombuffer(mmap.mmap(-1, apart * blocks, flags=flags), dtype=torch.uint8)
         self.store = SimpleNamespace(
             group=group,
             kv_heads=self.heads,
             dim=self.dim,
             block_tokens=block_tokens,
-            slab_bytes=layout.slab_bytes,
-            blocks_per_slab=layout.blocks_per_slab[0],
+            slab_bytes=slab_bytes,
+            blocks_per_slab=per_slab,
             address=self.arena.data_ptr(),
         )
-        free = torch.randperm(layout.total_blocks(0), generator=generator).tolist()
+        free = torch.randperm(blocks, generator=generator).tolist()
         self.spans = []
         for index, (start, count) in enumerate(parts):
             table = np.array([free.pop() for _ in range(needed[index])], np.int64)
@@ -186,7 +198,7 @@ def test_every_pair_of_codecs(key, value, generator):
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("codec", CODECS)
 def test_stored_bytes_are_the_codecs(kernels, codec, dtype, generator):
-    """Of ordinary vectors, zeros, one element alone, equal ones, ties, tiny and large ones."""
+    """Of ordinary vectors, zeros, one element alone, equal ones, ties, tiny, large and huge ones."""
     cache = Cache([(13, 9), (0, 40)], key=codec, value=codec, shape=(1, 2, 64), generator=generator)
     q, kv = projected(cache, dtype, generator)
     kv[1:6] = 0
@@ -195,6 +207,7 @@ def test_stored_bytes_are_the_codecs(kernels, codec, dtype, generator):
     kv[4, :, ::2], kv[4, :, 1::2] = -2.5, 2.5
     kv[6:9] *= torch.tensor([1e-7, 1e-5, 1e3], dtype=dtype)[:, None, None]
     kv[9:20] *= torch.logspace(-4, 2, 64).to(dtype)
+    kv[20:22] *= torch.tensor([1e5, 1e9])[:, None, None]  # infinite in float16
     before = cache.arena.clone()
     scores = Scores(scale=0.125, softcap=None)
     PortableAttention(kernels, cache.store, scores, 1).plan(cache.spans).attend(0, q, kv)
@@ -262,7 +275,7 @@ def test_answers_do_not_depend_on_the_threads(kernels, dtype, window, generator)
     memory = PortableAttention(kernels, cache.store, Scores(scale=0.125, softcap=None), 3)
     before, found = torch.get_num_threads(), []
     try:
-        for threads in (1, 2, 3, 5):
+        for threads in (1, 2, 3, 8):
             torch.set_num_threads(threads)
             found.append(memory.plan(cache.spans).attend(0, q, kv))
     finally:
@@ -279,6 +292,67 @@ def test_many_queries_of_one_head(kernels, generator):
 def test_sinks_far_above_and_below_all_scores(kernels, generator):
     cache = Cache([(20, 5), (700, 1)], key="bf16", value="f16", shape=(2, 2, 64), generator=generator)
     check(kernels, cache, sinks=torch.tensor([[90.0, -90.0], [-300.0, 300.0]]), generator=generator)
+
+
+@pytest.mark.parametrize("codec", ["f32", "bf16", "f16", "fp8"])
+def test_any_float_is_stored_as_pytorch_rounds_it(kernels, codec, generator):
+    cache = Cache([(0, 400)], key=codec, value=codec, shape=(1, 1, 512), generator=generator)
+    kv = torch.randint(-(2**31), 2**31, (400, 2, 512), generator=generator).to(torch.int32).view(F32)
+    # Near what each type holds at most and at least, too.
+    kv[:100] = torch.randn(100, 2, 512, generator=generator) * torch.logspace(-9, 5, 512)
+    kv[100, :, :10] = torch.tensor([0.0, 65504, 65519.99, 65520, 448, 447.9, 2**-25, 2**-10, 2**-14, torch.inf])
+    kv[101] = -kv[100]
+    kv[102, 0, :2] = torch.tensor([-1, 2**31 - 1], dtype=torch.int32).view(F32)
+    PortableAttention(kernels, cache.store, Scores(scale=1.0, softcap=None), 1).plan(cache.spans).attend(
+        0, torch.zeros(400, 1, 1, 512), kv
+    )
+    for side, coding in enumerate(cache.codings):
+        found = cache.read(0, cache.spans[0], side)[0]
+        expected = coding.rounded(kv[:, side].contiguous()).double()
+        assert torch.allclose(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_every_number_of_float16_comes_back(kernels, generator):
+    """A token that sees itself alone gets its own value."""
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(F16).view(128, 1, 512)
+    cache = Cache([(0, 1)] * 128, key="f16", value="f16", shape=(1, 1, 512), generator=generator)
+    memory = PortableAttention(kernels, cache.store, Scores(scale=1.0, softcap=None), 1)
+    out = memory.plan(cache.spans).attend(
+        0, torch.zeros(128, 1, 1, 512, dtype=F16), torch.cat((torch.zeros_like(every), every), dim=1)
+    )
+    assert torch.allclose(out, every[:, 0], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("where", ["query", "key", "value"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_no_number_leaves_none(kernels, codec, where, generator):
+    """The engine says so of logits that are none, and would not of others that were made up."""
+    for softcap in (None, 5.0):
+        cache = Cache([(20, 3), (3, 1)], key=codec, value=codec, shape=(2, 2, 64), generator=generator)
+        q, kv = projected(cache, F32, generator)
+        row = next(row for row, span in zip((0, 1), cache.spans, strict=True) if span.count == 3)
+        row += 1
+        if where == "query":
+            q[row, :, 1, 3] = torch.nan
+        else:
+            kv[row, 1 if where == "key" else 3, 3] = torch.nan
+        memory = PortableAttention(kernels, cache.store, Scores(scale=0.125, softcap=softcap), 2)
+        out = memory.plan(cache.spans).attend(0, q, kv).view(-1, 2, 2, 64)
+        assert out[row, :, 1, 3].isnan().all()
+        assert where == "query" or out[row + 1, :, 1, 3].isnan().all()
+        assert out[:, :, 0].isfinite().all()
+        alone = row + 2 if row == 1 else 0
+        assert out[alone].isfinite().all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere an arena that large may take memory")
+@pytest.mark.parametrize("codec", ["f32", "int4a"])
+def test_memory_beyond_two_gigabytes(kernels, codec, generator):
+    cache = Cache(
+        [(30, 2), (5, 20)], key=codec, value=codec, shape=(2, 2, 64), layers=2, apart=3 * 2**28, generator=generator
+    )
+    assert len(cache.arena) > 2**31
+    check(kernels, cache, generator=generator)
 
 
 def test_the_variable_chooses_them(monkeypatch):

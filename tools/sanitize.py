@@ -4,21 +4,40 @@
 
 The kernels are compiled anew into ``build/sanitize``. Where there is no compiler, or it has no sanitizers' libraries,
 nothing is run; that is said, and no failure.
+
+First the kernels are asked for accesses of every sort, two bytes behind the end of a tensor: plain vectors, AVX-512's,
+masked ones and the matrix unit's tiles. Each must be found. The compiler looks at the first two; of the others, which
+it does not see, the kernels tell the sanitizer themselves (cpu_sanitized.h). In the end each kernel that this machine
+has must have been called, on every codec and with weights of every width.
+
+What is not seen: an access that leaves one array and lands in another of the same tensor or struct (of a block in the
+arena, say: the tests hold all of its bytes against an oracle instead), and what was never written (the tests fill it
+with what is no number).
 """
 
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILT = ROOT / "build" / "sanitize"
-TESTS = ("tests/test_cpu_kernels.py", "tests/test_cpu_formats.py", "tests/test_portable_kernels.py")
+TESTS = (
+    "tests/test_cpu_kernels.py",
+    "tests/test_cpu_formats.py",
+    "tests/test_portable_kernels.py",
+    "tests/test_chain.py",
+)
 # Real models take minutes, and add nothing to what the kernels are given.
 LEFT_OUT = "not real_models and not stored_weights"
-# Every kernel and every codec once.
-QUICK = "every_pair or any_format or gates or many_rows or rotation or residuals or sinks or never_written"
+# Every kernel, on every codec.
+QUICK = (
+    "bytes_are or many_queries or sinks or every_codec or edges or never_written or rotation or residuals or gates "
+    "or many_rows or products and 160-576 or same_to_the_bit and llama"
+)
 
 
 def libraries(compiler: str) -> str | None:
@@ -39,8 +58,6 @@ def main(arguments: list[str]) -> int:
     if preload is None:
         print("sanitize: skipped, as there is no g++ with libasan and libubsan here")
         return 0
-    quick = "--quick" in arguments
-    arguments = [argument for argument in arguments if argument != "--quick"]
     # The package beside the kernels: Python looks for them in one folder.
     left_out = shutil.ignore_patterns("*.so", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT / "src", BUILT / "lib", ignore=left_out, dirs_exist_ok=True)
@@ -59,7 +76,6 @@ def main(arguments: list[str]) -> int:
         print(log.read_text()[-4000:])
         print("sanitize: the kernels were not built")
         return 1
-    chosen = f"({LEFT_OUT}) and ({QUICK})" if quick else LEFT_OUT
     environment = {
         **os.environ,
         "PYTHONPATH": str(BUILT / "lib"),
@@ -69,9 +85,119 @@ def main(arguments: list[str]) -> int:
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
         "PYTHONMALLOC": "malloc",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *TESTS, *arguments]
+    command = [sys.executable, __file__, RUN, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
+# ---- in the process that has the sanitizers -------------------------------------------------------------------------
+
+RUN = "--run"
+
+
+def run(arguments: list[str]) -> int:
+    """Look whether faults are found, run the tests, and look whether they reached every kernel."""
+    import pytest
+
+    from kvist.kernels import _cpu as kernels
+
+    if not kernels.sanitized:
+        print(f"sanitize: {kernels.__file__} was imported, which has no sanitizers")
+        return 1
+    missed = faults_missed(kernels)
+    if missed:
+        print(f"sanitize: not found: {', '.join(missed)}")
+        return 1
+    called = calls_of(kernels)
+    quick = "--quick" in arguments
+    own = [argument for argument in arguments if argument != "--quick"]
+    chosen = f"({LEFT_OUT}) and ({QUICK})" if quick else LEFT_OUT
+    # What pytest captured of a report would end with the process.
+    status = int(pytest.main(["-q", "--capture=sys", "-p", "no:cacheprovider", "-k", chosen, *TESTS, *own]))
+    missing = sorted(kernels_here(kernels) - called)
+    if status == 0 and not own and missing:
+        print(f"sanitize: no test called {', '.join(missing)}")
+        return 1
+    return status
+
+
+def faults_missed(kernels: Any) -> list[str]:
+    """Accesses two bytes behind the end of a tensor that go through, each made in a process of its own."""
+    import torch
+
+    names = ["touch_plainly"]
+    if kernels.has_avx512():
+        names += ["touch_vectors", "touch_lanes"]
+        if kernels.ask_for_amx():
+            names.append("touch_tiles")
+    memory = torch.empty(1024, dtype=torch.uint8)  # cpu_sanitized.h: kTouched
+    missed = []
+    for name in names:
+        for writes in (False, True):
+            touch = getattr(kernels, name)
+            touch(memory.data_ptr(), writes)
+            child = os.fork()
+            if child == 0:
+                # The report is what is expected.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+                touch(memory.data_ptr() + 2, writes)
+                os._exit(0)
+            if os.waitpid(child, 0)[1] == 0:
+                missed.append(f"{name} {'writing' if writes else 'reading'}")
+    return missed
+
+
+def calls_of(kernels: Any) -> set[str]:
+    """Names of the kernels that are called from now on, by what chooses among their code."""
+    called: set[str] = set()
+
+    def watch(owner: Any, name: str, names: Callable[..., list[str]]) -> None:
+        function = getattr(owner, name)
+
+        def call(*arguments: Any) -> Any:
+            called.update(names(*arguments))
+            return function(*arguments)
+
+        setattr(owner, name, call)
+
+    def attending(kind: str) -> Callable[..., list[str]]:
+        def names(plan: Any, chosen: int, *_: int) -> list[str]:
+            # The matrix unit has code of its own for few queries.
+            kinds = [f"{kind} {int(chosen)}", *[f"{kind} few"] * (chosen is True and plan.has_few)]
+            sides = (("keys", plan.key), ("values", plan.value))
+            return [f"{name} on {side} {codec}" for name in kinds for side, codec in sides]
+
+        return names
+
+    def multiplying(matrix: Any, amx: bool, _: int, rows: int, *__: int) -> list[str]:
+        most = next((most for most in (8, 16) if rows <= most), "all")
+        return [f"multiply {int(amx)} with {matrix.bits} bits, up to {most} rows"] if rows else []
+
+    watch(kernels, "rotate", lambda *_: ["rotate"])
+    watch(kernels, "add_norm", lambda *_: ["add_norm"])
+    watch(kernels.Plan, "attend", attending("attend"))
+    watch(kernels.Plan, "attend_anywhere", attending("attend_anywhere"))
+    watch(kernels.Matrix, "multiply", multiplying)
+    watch(kernels.Chain, "run", lambda *_: ["chain"])
+    return called
+
+
+def kernels_here(kernels: Any) -> set[str]:
+    """Those that this machine has, as :func:`calls_of` names them."""
+    from kvist.kernels.cpu import CODECS
+
+    stored = [f"on {side} {codec}" for side in ("keys", "values") for codec in CODECS.values()]
+    found = {f"attend_anywhere {build} {what}" for build in kernels.portable_builds() for what in stored}
+    if kernels.has_avx512():
+        found |= {"rotate", "add_norm", "chain"}
+        amx = kernels.ask_for_amx()
+        found |= {f"attend {kind} {what}" for kind in ("0", *("1", "few") * amx) for what in stored}
+        for unit in range(1 + amx):
+            found |= {
+                f"multiply {unit} with {bits} bits, up to {rows} rows" for bits in (4, 8, 16) for rows in (8, 16, "all")
+            }
+    return found
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    asked = sys.argv[1:]
+    sys.exit(run(asked[1:]) if asked[:1] == [RUN] else main(asked))

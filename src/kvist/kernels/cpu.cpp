@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu.h"
+#include "cpu_attention_few.h"
 #include "cpu_chain.h"
 #include "cpu_portable.h"
 
@@ -68,6 +69,15 @@ NB_MODULE(_cpu, m) {
         if (portable::avx512::supported()) builds.push_back(2);
         return builds;
     });
+    m.attr("sanitized") = kSanitized;
+#if KVIST_SANITIZED
+    m.def("touch_plainly", [](std::uintptr_t address, bool writes) { touch_plainly(at<char>(address), writes); });
+#if defined(__x86_64__)
+    m.def("touch_vectors", [](std::uintptr_t address, bool writes) { avx512::touch_vectors(at<char>(address), writes); });
+    m.def("touch_lanes", [](std::uintptr_t address, bool writes) { avx512::touch_lanes(at<char>(address), writes); });
+    m.def("touch_tiles", [](std::uintptr_t address, bool writes) { avx512::touch_tiles(at<char>(address), writes); });
+#endif
+#endif
     // What Python's caches hold lives until the process ends, and is no leak to report.
     nb::set_leak_warnings(false);
     m.def("borrow_threads", [](std::uintptr_t start, int threads) {
@@ -123,7 +133,18 @@ NB_MODULE(_cpu, m) {
                  else
                      portable::baseline::attend(self, team, call);
              },
-             nb::call_guard<nb::gil_scoped_release>());
+             nb::call_guard<nb::gil_scoped_release>())
+#if KVIST_SANITIZED
+        .def_prop_ro("key", [](const Plan& self) { return static_cast<int>(self.geometry.key); })
+        .def_prop_ro("value", [](const Plan& self) { return static_cast<int>(self.geometry.value); })
+        .def_prop_ro("has_few",
+                     [](const Plan& self) {
+                         for (const Unit& unit : self.units)
+                             if (avx512::are_few(self, unit)) return true;
+                         return false;
+                     })
+#endif
+        ;
     nb::class_<Matrix>(m, "Matrix")
         .def("__init__",
              [](Matrix* self, std::int64_t outputs, std::int64_t inputs, int bits, int result) {
@@ -142,7 +163,11 @@ NB_MODULE(_cpu, m) {
                 std::uintptr_t bias) {
                  avx512::multiply(self, team, amx, at<bf16>(x), rows, at<void>(out), at<float>(bias));
              },
-             nb::call_guard<nb::gil_scoped_release>());
+             nb::call_guard<nb::gil_scoped_release>())
+#if KVIST_SANITIZED
+        .def_ro("bits", &Matrix::bits)
+#endif
+        ;
     nb::class_<Chain>(m, "Chain")
         .def(nb::init<>())
         .def(

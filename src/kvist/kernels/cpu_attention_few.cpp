@@ -34,7 +34,7 @@ namespace {
 void tiles_for(int rows) {
     TileConfig config;
     for (int tile : {2, 3, 7}) config.rows[tile] = static_cast<std::uint8_t>(rows);
-    asm volatile("ldtilecfg %0" ::"m"(config));
+    configure(config);
 }
 
 class Job {

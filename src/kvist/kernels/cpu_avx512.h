@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "cpu.h"
+#include "cpu_sanitized.h"
 
 namespace kvist::avx512 {
 
@@ -34,19 +35,45 @@ struct alignas(64) TileConfig {
     std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
+// The rows of this thread's tiles, for the sanitizer.
+inline std::uint8_t* rows_of_tiles() {
+    static thread_local std::uint8_t rows[8];
+    return rows;
+}
+
+inline void configure(const TileConfig& config) {
+    if (kSanitized) std::memcpy(rows_of_tiles(), config.rows, 8);
+    asm volatile("ldtilecfg %0" ::"m"(config));
+}
+
 // Tiles 0 to 5 have `rows` rows: sums and left sides. Right sides always have sixteen.
 inline void tiles_begin(int rows = kLanes) {
     TileConfig config;
     for (int tile = 0; tile < 6; ++tile) config.rows[tile] = static_cast<std::uint8_t>(rows);
-    asm volatile("ldtilecfg %0" ::"m"(config));
+    configure(config);
 }
 inline void tiles_end() { asm volatile("tilerelease"); }
 
+inline void tile_is_read(int tile, const void* p, std::int64_t stride) {
+    for (int row = 0; kSanitized && row < rows_of_tiles()[tile]; ++row)
+        is_read(static_cast<const char*>(p) + row * stride, 64);
+}
+inline void tile_is_written(int tile, void* p, std::int64_t stride) {
+    for (int row = 0; kSanitized && row < rows_of_tiles()[tile]; ++row)
+        is_written(static_cast<char*>(p) + row * stride, 64);
+}
+
 #define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::)
-#define TILE_LOAD(t, p, stride) \
-    asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(p), "r"(static_cast<std::int64_t>(stride)) : "memory")
-#define TILE_STORE(t, p, stride) \
-    asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), "r"(static_cast<std::int64_t>(stride)) : "memory")
+#define TILE_LOAD(t, p, stride)                                                                                        \
+    do {                                                                                                               \
+        tile_is_read(t, p, stride);                                                                                    \
+        asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(p), "r"(static_cast<std::int64_t>(stride)) : "memory");     \
+    } while (false)
+#define TILE_STORE(t, p, stride)                                                                                       \
+    do {                                                                                                               \
+        tile_is_written(t, p, stride);                                                                                 \
+        asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), "r"(static_cast<std::int64_t>(stride)) : "memory"); \
+    } while (false)
 #define TILE_DOT(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
 // ---- vectors --------------------------------------------------------------------------------------------------------
@@ -136,17 +163,29 @@ inline void multiply(float* c, const char* a, std::int64_t a_stride, const std::
     for (int i = 0; i < kLanes; ++i) _mm512_store_ps(c + i * kLanes, sum[i]);
 }
 
+// The first elements of sixteen.
+inline __mmask16 lanes_left(std::int64_t left) {
+    return left >= kLanes ? static_cast<__mmask16>(0xffff) : static_cast<__mmask16>((1u << left) - 1);
+}
+
+inline __m256i load_halves(const std::uint16_t* p, __mmask16 mask) {
+    is_read(p, 2 * __builtin_popcount(mask));
+    return _mm256_maskz_loadu_epi16(mask, p);
+}
+
 // Loads up to sixteen elements, zeros behind them.
+inline __m512 load_some(const float* p, __mmask16 mask) {
+    is_read(p, 4 * __builtin_popcount(mask));
+    return _mm512_maskz_loadu_ps(mask, p);
+}
+
 inline __m512 load_some(const bf16* p, __mmask16 mask) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p)), 16));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_halves(p, mask)), 16));
 }
 
 inline void store_some(bf16* p, __mmask16 mask, __m512 x) {
+    is_written(p, 2 * __builtin_popcount(mask));
     _mm256_mask_storeu_epi16(p, mask, reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
-}
-
-inline __mmask16 lanes_left(std::int64_t left) {
-    return left >= kLanes ? static_cast<__mmask16>(0xffff) : static_cast<__mmask16>((1u << left) - 1);
 }
 
 }  // namespace kvist::avx512

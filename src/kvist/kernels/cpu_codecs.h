@@ -21,7 +21,7 @@ namespace kvist::avx512 {
 constexpr int kGroup = 32;  // elements under one scale
 
 inline __m512 of_halves(const std::uint16_t* p, __mmask16 mask) {
-    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, p));
+    return _mm512_cvtph_ps(load_halves(p, mask));
 }
 
 inline __m512 of_half(const char* p) {

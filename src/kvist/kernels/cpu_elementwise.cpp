@@ -54,10 +54,10 @@ void rotate(const Team& team, bf16* x, std::int64_t rows, std::int64_t stride, i
                 const __mmask16 mask = lanes_left(half - i);
                 __m512 a = load_some(v + i, mask), b = load_some(v + half + i, mask);
                 if (w != nullptr) {
-                    a = _mm512_mul_ps(_mm512_mul_ps(a, share), _mm512_maskz_loadu_ps(mask, w + i));
-                    b = _mm512_mul_ps(_mm512_mul_ps(b, share), _mm512_maskz_loadu_ps(mask, w + half + i));
+                    a = _mm512_mul_ps(_mm512_mul_ps(a, share), load_some(w + i, mask));
+                    b = _mm512_mul_ps(_mm512_mul_ps(b, share), load_some(w + half + i, mask));
                 }
-                const __m512 turn = _mm512_maskz_loadu_ps(mask, c + i), tilt = _mm512_maskz_loadu_ps(mask, s + i);
+                const __m512 turn = load_some(c + i, mask), tilt = load_some(s + i, mask);
                 store_some(v + i, mask, _mm512_fmsub_ps(a, turn, _mm512_mul_ps(b, tilt)));
                 store_some(v + half + i, mask, _mm512_fmadd_ps(b, turn, _mm512_mul_ps(a, tilt)));
             }
@@ -76,7 +76,7 @@ void add_norm(const Team& team, bf16* stream, const bf16* change, const float* a
             for (std::int64_t i = 0; i < width; i += kLanes) {
                 const __mmask16 mask = lanes_left(width - i);
                 __m512 v = load_some(d + i, mask);
-                if (after != nullptr) v = _mm512_mul_ps(_mm512_mul_ps(v, share), _mm512_maskz_loadu_ps(mask, after + i));
+                if (after != nullptr) v = _mm512_mul_ps(_mm512_mul_ps(v, share), load_some(after + i, mask));
                 store_some(x + i, mask, _mm512_add_ps(load_some(x + i, mask), v));
             }
         }
@@ -84,7 +84,7 @@ void add_norm(const Team& team, bf16* stream, const bf16* change, const float* a
         bf16* to = out + row * width;
         for (std::int64_t i = 0; i < width; i += kLanes) {
             const __mmask16 mask = lanes_left(width - i);
-            const __m512 v = _mm512_mul_ps(_mm512_mul_ps(load_some(x + i, mask), share), _mm512_maskz_loadu_ps(mask, weight + i));
+            const __m512 v = _mm512_mul_ps(_mm512_mul_ps(load_some(x + i, mask), share), load_some(weight + i, mask));
             store_some(to + i, mask, v);
         }
     });

@@ -194,7 +194,9 @@ class FewScores {
         for (int t = 0; t < kLanes; ++t, codes += row_bytes_) {
             for (int d = 0; d < shape_.dim; d += kSlice, to += kSlice) {
                 // Of an odd last group the half behind it is not there.
-                const __m256i packed = _mm256_maskz_loadu_epi64(shape_.dim - d > kGroup ? 0xf : 0x3, codes + d / 2);
+                const __mmask8 there = shape_.dim - d > kGroup ? 0xf : 0x3;
+                is_read(codes + d / 2, there == 0xf ? kGroup : kGroup / 2);
+                const __m256i packed = _mm256_maskz_loadu_epi64(there, codes + d / 2);
                 const __m512i both = _mm512_permutexvar_epi64(twice, _mm512_castsi256_si512(packed));
                 const __m512i bytes = _mm512_and_si512(_mm512_srlv_epi64(both, shift), fours);
                 _mm512_store_si512(to, _mm512_sub_epi8(bytes, zeros));

@@ -152,6 +152,8 @@ class FewValues {
         for (int pair = 0; pair < kLanes / 2; ++pair, rows += 2 * row_bytes) {
             const __mmask32 one = 2 * pair < count ? ~0u : 0, two = 2 * pair + 1 < count ? ~0u : 0;
             for (int d = 0; d < dim; d += 32) {
+                if (one != 0) is_read(rows + 2 * d, 64);
+                if (two != 0) is_read(rows + row_bytes + 2 * d, 64);
                 const __m512i a = _mm512_maskz_loadu_epi16(one, rows + 2 * d);
                 const __m512i b = _mm512_maskz_loadu_epi16(two, rows + row_bytes + 2 * d);
                 auto* to = s_.v[turn] + d / kLanes * tile_rows_ + part * 8 + pair;

@@ -47,7 +47,7 @@ void tiles_for(int rows) {
     for (int tile : {0, 1, 4}) config.rows[tile] = static_cast<std::uint8_t>(2 * rows);
     for (int tile : {6, 7}) config.rows[tile] = kStep / 4;
     config.bytes[4] = kStep;
-    asm volatile("ldtilecfg %0" ::"m"(config));
+    configure(config);
 }
 
 // One row's inputs of a step.

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "cpu.h"
+#include "cpu_sanitized.h"
 
 namespace kvist::portable {
 

@@ -63,19 +63,23 @@ class Job {
 
   private:
     void reserve() {
-        const std::int64_t n = queries_;
-        const int tile = std::max(kTile * shape_.dim, kGroup * kKeys);
-        auto* at = static_cast<float*>(of_this_thread().reserve(
-            sizeof(float) * static_cast<std::size_t>(n * (2 * shape_.dim + 2 * kKeys + 2) + tile + 2 * kKeys + 2 * n)));
-        q_ = at;
-        out_ = q_ + n * shape_.dim;
-        scores_ = out_ + n * shape_.dim;
-        weights_ = scores_ + n * kKeys;
-        tile_ = weights_ + n * kKeys;
-        scale_ = tile_ + tile;
-        least_ = scale_ + kKeys;
-        max_ = least_ + kKeys;
-        sum_ = max_ + n;
+        const std::int64_t n = queries_, dim = shape_.dim;
+        const std::int64_t tile = std::max<std::int64_t>(kTile * dim, kGroup * kKeys);
+        float** const arrays[] = {&q_, &out_, &scores_, &weights_, &tile_, &scale_, &least_, &max_, &sum_};
+        const std::int64_t sizes[] = {n * dim, n * dim, n * kKeys, n * kKeys, tile, kKeys, kKeys, n, n};
+        // Sanitized, an array's end is one.
+        constexpr std::int64_t kFence = kSanitized ? kLanes : 0;
+        std::int64_t floats = 0;
+        for (const std::int64_t size : sizes) floats += size + kFence;
+        const auto bytes = sizeof(float) * static_cast<std::size_t>(floats);
+        auto* at = static_cast<float*>(of_this_thread().reserve(bytes));
+        permit(at, bytes);
+        for (int i = 0; i < 9; ++i) {
+            *arrays[i] = at;
+            at += sizes[i];
+            forbid(at, sizeof(float) * kFence);
+            at += kFence;
+        }
     }
 
     std::int64_t position(int index) const { return plan_.positions[unit_->first_row + index / shape_.repeats]; }

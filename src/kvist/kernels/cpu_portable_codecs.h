@@ -109,14 +109,22 @@ struct Packed {
 static void pack(Codec codec, const float* x, Packed& packed) {
     float shift = 0, low, high;
     packed.least = 0;
+    bool none = false;
+    for (int i = 0; i < kGroup; ++i) none |= x[i] != x[i];
+    if (none) {
+        // One that is no number leaves none of the 32.
+        std::memset(packed.codes, 0, kGroup);
+        packed.scale = 0x7e00;
+        return;
+    }
     if (codec == Codec::kInt4Affine) {
         float least = x[0], most = x[0];
         for (int i = 1; i < kGroup; ++i) {
             least = x[i] < least ? x[i] : least;
             most = x[i] > most ? x[i] : most;
         }
-        packed.scale = to_f16((most - least) / 15);
-        packed.least = to_f16(least);
+        packed.scale = to_f16_saturated((most - least) / 15);
+        packed.least = to_f16_saturated(least);
         shift = of_f16(packed.least);
         low = 0;
         high = 15;
@@ -129,13 +137,13 @@ static void pack(Codec codec, const float* x, Packed& packed) {
         }
         const float magnitude = largest_of(most);
         if (codec == Codec::kInt8) {
-            packed.scale = to_f16(magnitude / 127);
+            packed.scale = to_f16_saturated(magnitude / 127);
             low = -127;
             high = 127;
         } else {
             int at = 0;
             while (at < kGroup - 1 && x[at] != magnitude && x[at] != -magnitude) ++at;
-            packed.scale = to_f16(x[at] / -8);
+            packed.scale = to_f16_saturated(x[at] / -8);
             low = -8;
             high = 7;
         }

@@ -19,6 +19,7 @@ KVIST_INLINE Floats all(float x) { return Floats{x, x, x, x, x, x, x, x, x, x, x
 #else
 KVIST_INLINE Floats all(float x) { return Floats{x, x, x, x, x, x, x, x}; }
 #endif
+// The second, where one of them is no number.
 KVIST_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 KVIST_INLINE Floats load(const float* p) {
@@ -29,6 +30,8 @@ KVIST_INLINE Floats load(const float* p) {
 KVIST_INLINE void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
 
 // ---- numbers of other types -----------------------------------------------------------------------------------------
+
+constexpr std::uint32_t kInfinity = 0x7f800000;  // above it is no number
 
 KVIST_INLINE float float_of(std::uint32_t bits) {
     float x;
@@ -61,14 +64,16 @@ KVIST_INLINE Floats numbers(Bits x) { return __builtin_convertvector((Ints)x, Fl
 
 KVIST_INLINE Floats load_bf16(const void* p) { return (Floats)(load_halves(p) << 16); }
 
-// A number of `kMantissa` bits after a sign and an exponent whose bias is `kBias`, in the lowest bits. Subnormal ones go
-// by way of a normal one: multiplying float32's own subnormals takes some processors a hundred cycles.
-template <int kMantissa, int kBias, std::uint32_t kSign>
+// A number of `kMantissa` bits after a sign and an exponent whose bias is `kBias`, in the lowest bits; from `kSpecial`
+// on, without the sign, float32's infinity and what is no number. Subnormal ones go by way of a normal one: multiplying
+// float32's own subnormals takes some processors a hundred cycles.
+template <int kMantissa, int kBias, std::uint32_t kSign, std::uint32_t kSpecial>
 KVIST_INLINE Floats widened(Bits x) {
     const Bits rest = (x & (kSign - 1)) << (23 - kMantissa);
     const Bits normal = rest + (std::uint32_t{127 - kBias} << 23);
     const Floats low = (Floats)(rest + (std::uint32_t{128 - kBias} << 23)) - float_of(std::uint32_t{128 - kBias} << 23);
-    const Bits chosen = (rest >> 23) == 0 ? (Bits)low : normal;
+    const Bits finite = (rest >> 23) == 0 ? (Bits)low : normal;
+    const Bits chosen = rest >= kSpecial << (23 - kMantissa) ? rest | kInfinity : finite;
     return (Floats)(chosen | (x & kSign) << (kSign == 0x80 ? 24 : 16));
 }
 
@@ -78,17 +83,18 @@ KVIST_INLINE Floats load_f16(const void* p) {
 #elif KVIST_F16C
     return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(p)));
 #else
-    return widened<10, 15, 0x8000>(load_halves(p));
+    return widened<10, 15, 0x8000, 0x7c00>(load_halves(p));
 #endif
 }
 
 // e4m3 without infinities.
-KVIST_INLINE Floats load_fp8(const void* p) { return widened<3, 7, 0x80>(load_codes(p)); }
+KVIST_INLINE Floats load_fp8(const void* p) { return widened<3, 7, 0x80, 0x7f>(load_codes(p)); }
 
 KVIST_INLINE float of_f16(std::uint16_t half) {
     const std::uint32_t rest = static_cast<std::uint32_t>(half & 0x7fff) << 13;
     const float low = float_of(rest + (113u << 23)) - 0x1p-14f;
-    const std::uint32_t bits = rest < 1u << 23 ? bits_of(low) : rest + (112u << 23);
+    const std::uint32_t finite = rest < 1u << 23 ? bits_of(low) : rest + (112u << 23);
+    const std::uint32_t bits = rest >= 0x7c00u << 13 ? rest | kInfinity : finite;
     return float_of(bits | static_cast<std::uint32_t>(half & 0x8000) << 16);
 }
 KVIST_INLINE float of_f16_at(const char* p) {
@@ -97,21 +103,26 @@ KVIST_INLINE float of_f16_at(const char* p) {
     return of_f16(half);
 }
 
-// To the nearest, to even from the middle; what is too large saturates.
+// To the nearest, to even from the middle. What is no number stays none.
 KVIST_INLINE std::uint16_t to_f16(float x) {
     const std::uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
-    if (rest >= bits_of(65504.0f)) return static_cast<std::uint16_t>(sign | 0x7bff);
+    if (rest >= bits_of(65520.0f)) return static_cast<std::uint16_t>(sign | (rest > kInfinity ? 0x7e00 : 0x7c00));
     // Adding what has 2^-24 as its last place rounds to it.
     if (rest < 113u << 23) return static_cast<std::uint16_t>(sign | (bits_of(float_of(rest) + 0.5f) - bits_of(0.5f)));
     return static_cast<std::uint16_t>(sign | (rest - (112u << 23) + 0xfff + (rest >> 13 & 1)) >> 13);
 }
+KVIST_INLINE std::uint16_t to_f16_saturated(float x) {
+    return to_f16(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x);
+}
 KVIST_INLINE std::uint16_t to_bf16(float x) {
     const std::uint32_t bits = bits_of(x);
+    if ((bits & 0x7fffffff) > kInfinity) return static_cast<std::uint16_t>(bits >> 16 | 0x40);
     return static_cast<std::uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+// What is too large saturates.
 KVIST_INLINE std::uint8_t to_fp8(float x) {
     const std::uint32_t bits = bits_of(x), sign = bits >> 24 & 0x80, rest = bits & 0x7fffffff;
-    if (rest >= bits_of(448.0f)) return static_cast<std::uint8_t>(sign | 0x7e);
+    if (rest >= bits_of(448.0f)) return static_cast<std::uint8_t>(sign | (rest > kInfinity ? 0x7f : 0x7e));
     // The last place of 2^14 is 2^-9, that of the subnormal ones.
     if (rest < 121u << 23) return static_cast<std::uint8_t>(sign | (bits_of(float_of(rest) + 0x1p14f) - bits_of(0x1p14f)));
     return static_cast<std::uint8_t>(sign | (rest - (120u << 23) + 0x7ffff + (rest >> 20 & 1)) >> 20);
@@ -124,8 +135,9 @@ constexpr float kRounder = 0x1.8p23f;
 
 // Two to the power of x <= 0, relative error below 2e-7; below 2^-125 it is 0.
 KVIST_INLINE Floats exp2(Floats x) {
-    const Floats shifted = larger(x, all(-125.0f)) + kRounder;
-    const Floats f = larger(x, all(-125.0f)) - (shifted - kRounder);
+    const Floats bounded = larger(all(-125.0f), x);
+    const Floats shifted = bounded + kRounder;
+    const Floats f = bounded - (shifted - kRounder);
     // Taylor's series of 2^f on [-0.5, 0.5].
     Floats p = f * 1.5403530e-4f + 1.3333558e-3f;
     p = p * f + 9.6181291e-3f;
