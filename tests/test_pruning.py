@@ -4,8 +4,11 @@ import pytest
 import torch
 from pruned import PrunedSession
 from served import Case, Served, build, open_saved, prompts_of
+from test_cache_machine import FULL
 from test_served_formats import GEMMA
 
+from kvist.cache.layout import ArenaLayout
+from kvist.cache.manager import CacheManager
 from kvist.errors import InputError
 from kvist.kernels.dense import Scores
 from kvist.kernels.pruning import column_sums
@@ -149,15 +152,63 @@ def test_preempted_requests_are_pruned_again_at_the_same_tokens(family: Served, 
 
 
 def test_a_bounded_sequence_outgrows_its_memory(directories: dict[str, Served]) -> None:
-    """Its slots are what counts: 400 tokens pass through memory for 128."""
+    """Its slots are what counts: 260 tokens pass through memory for 128."""
     served = directories["gqa"]
     small = open_saved(served.directory, served.oracle, memory=8 * served.groups[0].block_bytes)
     session = PrunedSession(small)
-    (request,) = session.run(prompts_of(100), steps=300, evict=["h2o:64"])
+    (request,) = session.run(prompts_of(100), steps=160, evict=["h2o:64"])
     assert session.worst_error([request]) < RELATIVE
     assert request.preemptions == 0
     with pytest.raises(Exception, match="the cache has"):
         session.run(prompts_of(100), steps=300, evict=["snapkv:64"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_cannot_be_pruned_now_is_pruned_later(
+    directories: dict[str, Served], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = PrunedSession(directories["gqa"], prefix_cache=False)
+    compact, refused = session.scheduler.compact, iter([True, True, True])
+    monkeypatch.setattr(session.scheduler, "compact", lambda made: None if next(refused, False) else compact(made))
+    (request,) = session.run(prompts_of(100), steps=12, evict=[method])
+    assert session.worst_error([request]) < RELATIVE
+    assert [dropping.length for dropping in session.stories[request.id].droppings] == [103]
+
+
+def test_memory_that_is_full_of_what_others_read() -> None:
+    """Nothing changes until one of them ends; then what is kept has room."""
+    layout = ArenaLayout.of((FULL,), 6 * FULL.block_bytes)
+    manager = CacheManager((FULL,), layout)
+    one, other = manager.begin([1] * 20), manager.begin([1] * 18)
+    other.pruning = Pruning(method="streaming", tokens=10, sinks=1).of_prompt(18)
+    for sequence in (one, other):
+        assert manager.reserve(sequence, 50).granted
+        manager.commit(sequence, sequence.length + sequence.in_flight)
+    assert other.hit_tokens == 16
+    before = manager.snapshot({"one": one, "other": other})
+    assert manager.compact(other) is None
+    assert manager.snapshot({"one": one, "other": other}) == before
+    manager.release(one)
+    (moved,) = manager.compact(other) or ()
+    assert (moved.source.size, moved.target.size) == (5, 3)
+    assert set(moved.target) <= set(moved.source)
+    assert (manager.arena.held(0), other.pruned, other.room) == (3, 8, 20)
+    manager.release(other)
+    assert manager.arena.held(0) == 0
+    assert not [*manager.tree.nodes()]
+
+
+def test_a_lone_prompt_that_fills_memory_is_pruned_where_it_lies() -> None:
+    """Its own runs leave the prefix tree, and their blocks are filled again."""
+    manager = CacheManager((FULL,), ArenaLayout.of((FULL,), 5 * FULL.block_bytes))
+    sequence = manager.begin(list(range(20)))
+    sequence.pruning = Pruning(method="snapkv", tokens=9).of_prompt(20)
+    assert manager.reserve(sequence, 50).granted
+    manager.commit(sequence, 20)
+    assert (manager.arena.held(0), manager.tree.tokens) == (5, 20)
+    (moved,) = manager.compact(sequence) or ()
+    assert set(moved.target) <= set(moved.source)
+    assert (manager.arena.held(0), manager.arena.free(0), manager.tree.tokens) == (3, 2, 0)
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])

@@ -45,7 +45,7 @@ def compact(manager: "CacheManager", sequence: Sequence) -> list[Compaction] | N
     wanted = [blocks[index] - own[index].size if index in blocks else 0 for index in range(len(groups))]
     withdrawn: list[Node] = []
     if any(wanted) and arena.shortage(wanted) > 0:
-        withdrawn = manager.tree.only_users(sequence.node)
+        withdrawn = manager.tree.used_alone(sequence.node)
         own = {index: _own(manager, sequence, index, withdrawn)[: blocks[index]] for index in pruned}
         wanted = [blocks[index] - own[index].size if index in blocks else 0 for index in range(len(groups))]
         if any(wanted) and not arena.could_take(wanted, [NO_BLOCKS] * len(groups)):

@@ -349,21 +349,20 @@ class PrefixTree:
                 self._cut(node, 0)
                 self._remove(node)
 
-    def only_users(self, node: Node | None) -> list[Node]:
-        """The runs from ``node`` up, the deepest first, that are one sequence's alone, which holds ``node``."""
+    def used_alone(self, node: Node | None) -> list[Node]:
+        """The runs from ``node`` up, the deepest first, that only the sequence uses which holds ``node``."""
         alone: list[Node] = []
         while node is not None and node.parent is not None and node.users == 1:
-            if any(child is not (alone[-1] if alone else None) for child in node.children.values()):
-                break
             alone.append(node)
             node = node.parent
         return alone
 
     def withdraw(self, nodes: Sequence[Node]) -> None:
-        """Take runs out that nobody uses, each the only child of the next."""
+        """Take runs that nobody uses any more out, the deepest first, and what follows them."""
         for node in nodes:
-            self._cut(node, 0)
-            self._remove(node)
+            for below in reversed([*self._below(node)]):
+                self._cut(below, 0)
+                self._remove(below)
 
     # -- reclaim --------------------------------------------------------------------------------------------
 
