@@ -14,6 +14,7 @@ from kvist.kernels.dense import Scores
 from kvist.kernels.pruning import column_sums
 from kvist.spec.formats import CacheFormat
 from kvist.spec.pruning import LEAST, SLACK, Pruning
+from kvist.store.layouts import Scratch
 
 pytest.importorskip("transformers")
 
@@ -226,7 +227,7 @@ def test_column_sums(softcap: float | None, sinks: bool, monkeypatch: pytest.Mon
     if sink is not None:
         scores = torch.cat((scores, sink.double()[..., None, None].expand(-1, -1, 40, 1)), -1)
     expected = scores.softmax(-1)[..., :90].sum((0, 2))
-    found = column_sums(q, keys, Scores(scale=0.7, softcap=softcap), sink)
+    found = column_sums(q, keys, Scores(scale=0.7, softcap=softcap), sink, scratch=Scratch())
     assert torch.allclose(found.double(), expected, atol=1e-5)
 
 

@@ -96,7 +96,8 @@ class Pruner:
             seen = tally.observed(slots, length, plan.recent(length), watched.first)
             kept = select(plan.pruning.method, seen, keep=target, sinks=plan.pruning.sinks)
             self.runner.compact(moved, kept)
-            tally.keep(kept, slots, length)
+            if plan.method.bounded:
+                tally.keep(kept, slots, length)
         if not plan.method.bounded:
             self.forget(request.id)
 
@@ -158,7 +159,9 @@ class _Tally:
     def add(self, slot: int, queries: Tensor, keys: Keys, sinks: Tensor | None) -> None:
         """Weigh the queries ``[queries, repeats, kv_heads, dim]`` of the last of these keys."""
         self.make_room(keys.tokens)
-        self.sums[slot, :, : keys.tokens] += column_sums(queries, keys.read(slot), self.scores, sinks)
+        read = keys.read(slot)
+        found = column_sums(queries, read, self.scores, sinks, scratch=self.store.scratch)
+        self.sums[slot, :, : keys.tokens] += found
 
     def put_aside(self, slot: int, query: Tensor, sinks: Tensor | None) -> None:
         """Keep one query ``[1, repeats, kv_heads, dim]`` for later."""

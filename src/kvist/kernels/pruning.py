@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvist.kernels.dense import Scores
+from kvist.store.layouts import Scratch
 
 # Weights that are held at a time.
-_TILE_BYTES = 8 * 2**20
+_TILE_BYTES = 2 * 2**20
 # Neighbours of a key whose sums count for it: the kernel size of SnapKV's own code.
 _POOLED = 7
 
@@ -82,7 +83,7 @@ def select(method: str, seen: Observed, *, keep: int, sinks: int) -> Tensor:
     return scores.topk(keep, dim=-1, sorted=False).indices.sort(dim=-1).values
 
 
-def column_sums(q: Tensor, keys: Tensor, scores: Scores, sinks: Tensor | None = None) -> Tensor:
+def column_sums(q: Tensor, keys: Tensor, scores: Scores, sinks: Tensor | None = None, *, scratch: Scratch) -> Tensor:
     """What causal queries weigh each key, added up.
 
     Args:
@@ -91,6 +92,7 @@ def column_sums(q: Tensor, keys: Tensor, scores: Scores, sinks: Tensor | None = 
         keys: ``[kv_heads, slots, dim]``, at least as many slots as queries.
         scores: scale and cap.
         sinks: float32 ``[repeats, kv_heads]``: a score a head that takes part in the softmax.
+        scratch: memory for a tile's weights.
 
     Returns:
         float32 ``[kv_heads, slots]``.
@@ -101,17 +103,22 @@ def column_sums(q: Tensor, keys: Tensor, scores: Scores, sinks: Tensor | None = 
     step = max(1, _TILE_BYTES // (4 * heads * repeats * slots))
     for begin in range(0, queries, step):
         count = min(step, queries - begin)
-        seen = slots - queries + begin + count
-        tile = q[begin : begin + count].permute(2, 0, 1, 3).reshape(heads, count * repeats, dim)
-        weights = torch.bmm(tile, keys[:, :seen].transpose(1, 2)).float().mul_(scores.scale)
+        rows, seen = count * repeats, slots - queries + begin + count
+        tile = q[begin : begin + count].permute(2, 0, 1, 3).reshape(heads, rows, dim)
+        # Fresh memory would take longer than the arithmetic: all that is large is used again, and changed in place.
+        weights = scratch.rows(q.dtype, "products", heads * rows, seen).view(heads, rows, seen)
+        torch.bmm(tile, keys[:, :seen].transpose(1, 2), out=weights)
+        if q.dtype != torch.float32:
+            weights = scratch.rows(torch.float32, "weights", heads * rows, seen).view(heads, rows, seen).copy_(weights)
+        weights.mul_(scores.scale)
         if scores.softcap is not None:
-            weights = torch.tanh(weights / scores.softcap).mul_(scores.softcap)
-        weights = weights.view(heads, count, repeats, seen)
+            weights.div_(scores.softcap).tanh_().mul_(scores.softcap)
         if count > 1:
             ahead = torch.ones(count, count, dtype=torch.bool).triu_(1)
-            weights[..., seen - count :].masked_fill_(ahead[:, None], -torch.inf)
-        total = torch.logsumexp(weights, dim=-1, keepdim=True)
+            weights.view(heads, count, repeats, seen)[..., seen - count :].masked_fill_(ahead[:, None], -torch.inf)
+        most = weights.amax(-1, keepdim=True)
+        total = weights.sub_(most).exp_().sum(-1, keepdim=True)
         if sinks is not None:
-            total = torch.logaddexp(total, sinks.t()[:, None, :, None])
-        sums[:, :seen] += weights.sub_(total).exp_().sum((1, 2))
+            total += torch.exp(sinks.t()[:, None].expand(-1, count, -1).reshape(heads, rows, 1) - most)
+        sums[:, :seen] += torch.bmm(total.reciprocal_().transpose(1, 2), weights)[:, 0]
     return sums

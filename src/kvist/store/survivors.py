@@ -32,13 +32,17 @@ class Keys:
         self.index = torch.from_numpy((units + head).ravel())
 
     def read(self, slot: int) -> Tensor:
-        """The keys of one layer, ``[kv_heads, tokens, dim]``."""
+        """The keys of one layer, ``[kv_heads, tokens, dim]``; valid until the next are read."""
         store, part = self.store, self.part
-        runs = part.run_views[slot].index_select(0, self.index)
+        runs = store.scratch.rows(part.dtype, "runs of keys", len(self.index), part.width)
+        torch.index_select(part.run_views[slot], 0, self.index, out=runs)
         if part.coding.quantised:
-            numbers = torch.empty(len(runs), store.block_tokens, store.dim, dtype=self.dtype)
-            runs = part.coding.unpack(runs, numbers)
-        return runs.view(store.kv_heads, -1, store.dim)[:, : self.tokens].to(self.dtype)
+            numbers = store.scratch.rows(self.dtype, "numbers of keys", len(runs) * store.block_tokens, store.dim)
+            runs = part.coding.unpack(runs, numbers.view(len(runs), store.block_tokens, store.dim))
+        seen = runs.view(store.kv_heads, -1, store.dim)[:, : self.tokens]
+        # Dense and in one type: products of anything else would take twice as long.
+        keys = store.scratch.rows(self.dtype, "keys", store.kv_heads * self.tokens, store.dim)
+        return keys.view(store.kv_heads, self.tokens, store.dim).copy_(seen)
 
 
 def move(store: PagedVectors, source: Index, target: Index, kept: Tensor) -> None:
@@ -50,19 +54,20 @@ def move(store: PagedVectors, source: Index, target: Index, kept: Tensor) -> Non
         target: block ids where the kept ones belong, one after the other; these may be among the former.
         kept: int64 ``[layers, kv_heads, tokens]``: their slots, ascending.
     """
-    size = store.block_tokens
-    # [kv_heads, tokens] of a layer, once for keys and once for values where one part holds both.
-    places = np.arange(kept.shape[-1])
+    size, layers = store.block_tokens, len(kept)
+    places, slots = np.arange(kept.shape[-1]), kept.numpy()
     to_units, to_slots = store.units(target)[places // size], places % size
-    from_units = store.units(source)
-    for layer, slots in enumerate(kept.numpy()):
-        units, rows = from_units[slots // size], slots % size
-        for part in store.parts:
-            times = part.heads // store.kv_heads
-            heads = np.arange(part.heads)[:, None] * part.run_units * part.unit
-            for view, piece, step in zip(part.piece_views[layer], part.coding.pieces, part.steps, strict=True):
-                per_unit, per_token = part.unit // step, piece.token_step // step
-                old = np.tile(units * per_unit + rows * per_token, (times, 1)) + heads // step
-                new = to_units * per_unit + to_slots * per_token + heads // step
+    from_units, from_slots = store.units(source)[slots // size], slots % size
+    for part in store.parts:
+        # One part may hold the keys of all heads, and behind them their values.
+        times = part.heads // store.kv_heads
+        heads = np.arange(part.heads)[:, None] * part.run_units * part.unit
+        for number, (piece, step) in enumerate(zip(part.coding.pieces, part.steps, strict=True)):
+            per_unit, per_token = part.unit // step, piece.token_step // step
+            old = np.tile(from_units * per_unit + from_slots * per_token, (times, 1)) + heads // step
+            new = to_units * per_unit + to_slots * per_token + heads // step
+            into, each = torch.from_numpy(new), torch.from_numpy(old)
+            for layer in range(layers):
+                view = part.piece_views[layer][number]
                 # Read whole before anything is written: source and target may overlap.
-                view.index_put_((torch.from_numpy(new),), view[torch.from_numpy(old)])
+                view.index_put_((into,), view[each[layer]])
