@@ -177,7 +177,7 @@ def test_a_resumed_training_ends_where_an_uninterrupted_one_does(student: Studen
         assert torch.equal(part, resumed.segments[layer])
     assert whole.losses == resumed.losses
     for other, told, said in (
-        (replace(settings, rate=1.0), {"of": "a test"}, "rate 0.005, not 1.0"),
+        (replace(settings, rate=1.0), {"of": "a test"}, "rate 0.01, not 1.0"),
         (settings, {"of": "another"}, "of a test, not another"),
     ):
         with pytest.raises(InputError, match=said):

@@ -44,7 +44,7 @@ class Settings:
 
     steps: int | None = 100
     minutes: float | None = None
-    rate: float = 5e-3
+    rate: float = 1e-2
     warmup: int = 5
     batch_tokens: int = 2048
     frozen: int = 1

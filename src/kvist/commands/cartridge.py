@@ -56,7 +56,7 @@ def _add_train(parts: Any) -> None:
         "--chunk", type=values.tokens(16, 2**20), default=2048, metavar="N", help="tokens read before an item (2k)"
     )
     command.add_argument(
-        "--rate", type=values.number(0, 10, above=True), default=5e-3, metavar="X", help="of Adam, at most (0.005)"
+        "--rate", type=values.number(0, 10, above=True), default=1e-2, metavar="X", help="of Adam, at most (0.01)"
     )
     command.add_argument(
         "--batch", type=values.tokens(16, 2**20), default=2048, metavar="N", help="tokens of a step (2k)"
