@@ -135,8 +135,9 @@ def kernels_of(dtype: torch.dtype) -> Cpu | None:
 def attention_kernels(dtype: torch.dtype) -> Cpu | None:
     """Return the kernels that attend in this type; None where PyTorch's operators are to.
 
-    Those of :func:`kernels_of`; else the portable ones, which decode in half of PyTorch's time and less, and take about
-    as long over prompts, where they were compiled for more than every processor has (LOG.md has the figures).
+    Those of :func:`kernels_of`; else the portable ones, which decode in a third of PyTorch's time with AVX2 and
+    AVX-512, and take 1.0 to 2.2 times as long over prompts (LOG.md has the figures), where they were compiled for more
+    than every processor has.
 
     Raises:
         InputError: as :func:`kernels_of`.
