@@ -230,6 +230,7 @@ def test_an_interrupt_ends_the_processes() -> None:
     # Two workers and what keeps track of their semaphores.
     while len(started := children.read_text().split()) < 3 and time.monotonic() < until:
         time.sleep(0.05)
+    assert len(started) >= 3, f"no two workers were seen; the command ended with {made.poll()}"
     os.killpg(made.pid, signal.SIGINT)
     out, err = made.communicate(timeout=60)
     assert (made.returncode, out, err) == (130, b"", b"")
