@@ -86,20 +86,22 @@ class Memory:
         )  # fmt: skip
         kernels.follow_threads()
         scale = self.dim**-0.5
-        plan = module.Plan(
-            geometry=geometry, scale=scale, softcap=softcap or 0.0, window=window or 0,
-            blocks=np.concatenate(self.tables), begin=np.cumsum([0, *[len(table) for table in self.tables[:-1]]]),
-            start=np.array([start for start, _ in self.parts]), count=np.array([count for _, count in self.parts]),
-            runs=np.array([], np.int64),
+        none = np.array([], np.int64)
+        segment = module.Segment(
+            geometry=geometry, arena=self.arena.data_ptr(), layers=[0], blocks=np.concatenate(self.tables),
+            begin=np.cumsum([0, *[len(table) for table in self.tables[:-1]]]),
+            count=np.array([count for _, count in self.parts]),
+            seen=np.concatenate([np.arange(start, start + count) for start, count in self.parts]),
         )  # fmt: skip
+        plan = module.Plan(
+            segments=[segment], open=0, scale=scale, softcap=softcap or 0.0, window=window or 0, runs=none, sealed=none
+        )
         rows = sum(count for _, count in self.parts)
         heads = self.repeats * self.kv_heads
         x = torch.randn(rows, heads + 2 * self.kv_heads, self.dim, generator=self.generator).to(BF16)
         q, kv = x[:, :heads], x[:, heads:]
         out = torch.full((rows, heads, self.dim), float("nan"), dtype=BF16)
-        plan.attend(
-            kernels.amx, self.arena.data_ptr(), q.data_ptr(), q.stride(0), kv.data_ptr(), kv.stride(0), out.data_ptr()
-        )
+        plan.attend(kernels.amx, 0, q.data_ptr(), q.stride(0), kv.data_ptr(), kv.stride(0), out.data_ptr())
         row = 0
         for table, past, (start, count) in zip(self.tables, self.past, self.parts, strict=True):
             sides = []
@@ -200,13 +202,14 @@ def test_numbers_at_the_edges_are_packed_as_the_oracle_does(kernels, codec, side
         kv_heads=1, dim=64, repeats=1,
     )  # fmt: skip
     none = np.array([], np.int64)
-    plan = module.Plan(
-        geometry=geometry, scale=1.0, softcap=0.0, window=0, blocks=memory.tables[0], begin=np.array([0]),
-        start=np.array([0]), count=np.array([16]), runs=none,
+    segment = module.Segment(
+        geometry=geometry, arena=memory.arena.data_ptr(), layers=[0], blocks=memory.tables[0], begin=np.array([0]),
+        count=np.array([16]), seen=np.arange(16),
     )  # fmt: skip
+    plan = module.Plan(segments=[segment], open=0, scale=1.0, softcap=0.0, window=0, runs=none, sealed=none)
     kv = torch.stack((rows, rows), 1).contiguous()
     q, out = torch.zeros(16, 1, 64, dtype=BF16), torch.empty(16, 1, 64, dtype=BF16)
-    plan.attend(kernels.amx, memory.arena.data_ptr(), q.data_ptr(), 64, kv.data_ptr(), 128, out.data_ptr())
+    plan.attend(kernels.amx, 0, q.data_ptr(), 64, kv.data_ptr(), 128, out.data_ptr())
     number = 0 if side == "key" else 1
     packed = memory.coding[number].pack(rows[None])
     assert torch.equal(memory.runs(int(memory.tables[0][0]), number), packed)

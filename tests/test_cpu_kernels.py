@@ -274,6 +274,7 @@ def test_kernels_follow_the_threads_of_pytorch(kernels):
 
     class Module:
         Plan = staticmethod(lambda **_: None)
+        Segment = staticmethod(lambda **_: None)
         Geometry = staticmethod(lambda **_: None)
 
         @staticmethod

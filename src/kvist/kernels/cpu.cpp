@@ -51,6 +51,12 @@ std::vector<std::int64_t> copied(const Numbers& numbers) {
     return {numbers.data(), numbers.data() + numbers.size()};
 }
 
+// A segment, and the sequences of the step in it.
+struct Given {
+    Segment segment;
+    Tables tables;
+};
+
 template <class T>
 T* at(std::uintptr_t address) {
     return reinterpret_cast<T*>(address);
@@ -97,34 +103,49 @@ NB_MODULE(_cpu, m) {
              },
              nb::kw_only(), "slab_bytes"_a, "blocks_per_slab"_a, "block_bytes"_a, "layer_bytes"_a, "key_run_bytes"_a,
              "value_run_bytes"_a, "key"_a, "value"_a, "block_tokens"_a, "kv_heads"_a, "dim"_a, "repeats"_a);
+    nb::class_<Given>(m, "Segment")
+        .def("__init__",
+             [](Given* self, const Geometry& geometry, std::uintptr_t arena, const std::vector<int>& layers,
+                const Numbers& blocks, const Numbers& begin, const Numbers& count, const Numbers& seen) {
+                 new (self) Given{{geometry, at<char>(arena), layers, {}, copied(seen)},
+                                  {copied(blocks), copied(begin), copied(count)}};
+             },
+             nb::kw_only(), "geometry"_a, "arena"_a, "layers"_a, "blocks"_a, "begin"_a, "count"_a, "seen"_a);
     nb::class_<Plan>(m, "Plan")
         .def("__init__",
-             [](Plan* self, const Geometry& geometry, float scale, float softcap, std::int64_t window,
-                const Numbers& blocks, const Numbers& begin, const Numbers& start, const Numbers& count,
-                const Numbers& runs) {
+             [](Plan* self, const nb::list& segments, int open, float scale, float softcap, std::int64_t window,
+                const Numbers& runs, const Numbers& sealed) {
                  new (self) Plan{};
-                 self->geometry = geometry;
+                 std::vector<Tables> tables;
+                 for (nb::handle segment : segments) {
+                     const Given& given = nb::cast<const Given&>(segment);
+                     self->segments.push_back(given.segment);
+                     tables.push_back(given.tables);
+                 }
+                 self->open = open;
                  self->scale = scale;
                  self->softcap = softcap;
                  self->window = window;
                  std::vector<Run> shared;
                  for (std::size_t i = 0; i + 4 <= runs.size(); i += 4)
                      shared.push_back({runs(i), runs(i + 1), runs(i + 2), runs(i + 3)});
-                 make_plan(*self, {copied(blocks), copied(begin), copied(start), copied(count)}, shared);
+                 const Geometry &from = self->segments[open].geometry, &to = self->shape();
+                 for (std::size_t i = 0; i + 4 <= sealed.size(); i += 4)
+                     self->sealed.push_back({from.offset(sealed(i)), to.offset(sealed(i + 2)),
+                                             static_cast<int>(sealed(i + 1)), static_cast<int>(sealed(i + 3))});
+                 make_plan(*self, tables, shared);
              },
-             nb::kw_only(), "geometry"_a, "scale"_a, "softcap"_a, "window"_a, "blocks"_a, "begin"_a, "start"_a,
-             "count"_a, "runs"_a)
+             nb::kw_only(), "segments"_a, "open"_a, "scale"_a, "softcap"_a, "window"_a, "runs"_a, "sealed"_a)
         .def("attend",
-             [](Plan& self, bool amx, std::uintptr_t arena, std::uintptr_t q, std::int64_t q_stride, std::uintptr_t kv,
+             [](Plan& self, bool amx, int slot, std::uintptr_t q, std::int64_t q_stride, std::uintptr_t kv,
                 std::int64_t kv_stride, std::uintptr_t out) {
-                 avx512::attend(self, team, amx, at<char>(arena), at<bf16>(q), q_stride, at<bf16>(kv), kv_stride,
-                                at<bf16>(out));
+                 avx512::attend(self, team, amx, slot, at<bf16>(q), q_stride, at<bf16>(kv), kv_stride, at<bf16>(out));
              },
              nb::call_guard<nb::gil_scoped_release>())
         .def("attend_anywhere",
-             [](Plan& self, int build, int type, std::uintptr_t arena, std::uintptr_t q, std::int64_t q_stride,
-                std::uintptr_t kv, std::int64_t kv_stride, std::uintptr_t sinks, std::uintptr_t out) {
-                 const portable::Call call{static_cast<portable::Type>(type), at<char>(arena), at<void>(q), q_stride,
+             [](Plan& self, int build, int type, int slot, std::uintptr_t q, std::int64_t q_stride, std::uintptr_t kv,
+                std::int64_t kv_stride, std::uintptr_t sinks, std::uintptr_t out) {
+                 const portable::Call call{static_cast<portable::Type>(type), slot, at<void>(q), q_stride,
                                            at<void>(kv), kv_stride, at<float>(sinks), at<void>(out)};
                  if (build == 2)
                      portable::avx512::attend(self, team, call);
@@ -135,8 +156,8 @@ NB_MODULE(_cpu, m) {
              },
              nb::call_guard<nb::gil_scoped_release>())
 #if KVIST_SANITIZED
-        .def_prop_ro("key", [](const Plan& self) { return static_cast<int>(self.geometry.key); })
-        .def_prop_ro("value", [](const Plan& self) { return static_cast<int>(self.geometry.value); })
+        .def_prop_ro("key", [](const Plan& self) { return static_cast<int>(self.shape().key); })
+        .def_prop_ro("value", [](const Plan& self) { return static_cast<int>(self.shape().value); })
         .def_prop_ro("has_few",
                      [](const Plan& self) {
                          for (const Unit& unit : self.units)
@@ -185,18 +206,14 @@ NB_MODULE(_cpu, m) {
             nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::kw_only(),
             "qkv"_a, "output"_a, "gate_up"_a, "down"_a, "biases"_a, "norms"_a, "eps"_a, "slot"_a, "group"_a, "rope"_a,
             "queries"_a, "kv_heads"_a, "dim"_a)
-        .def("run", [](Chain& self, bool amx, const nb::list& plans, const std::vector<std::uintptr_t>& arenas,
-                       const std::vector<std::int64_t>& layer_bytes, const std::vector<std::uintptr_t>& tables, std::uintptr_t stream, std::uintptr_t change,
-                       std::uintptr_t kept, std::int64_t rows) {
+        .def("run", [](Chain& self, bool amx, const nb::list& plans, const std::vector<std::uintptr_t>& tables,
+                       std::uintptr_t stream, std::uintptr_t change, std::uintptr_t kept, std::int64_t rows) {
             std::vector<Plan*> given;
             for (nb::handle plan : plans) given.push_back(plan.is_none() ? nullptr : nb::cast<Plan*>(plan));
-            std::vector<char*> memory;
-            for (std::uintptr_t arena : arenas) memory.push_back(at<char>(arena));
             std::vector<const float*> factors;
             for (std::uintptr_t table : tables) factors.push_back(at<const float>(table));
             nb::gil_scoped_release released;
-            self.run(team, amx, given, memory, layer_bytes, factors, at<bf16>(stream), at<bf16>(change),
-                     at<bf16>(kept), rows);
+            self.run(team, amx, given, factors, at<bf16>(stream), at<bf16>(change), at<bf16>(kept), rows);
         });
     m.def(
         "rotate",

@@ -39,13 +39,25 @@ struct Geometry {
     std::int64_t value_run(int head) const { return kv_heads * key_run_bytes + head * value_run_bytes; }
 };
 
-// Rows `first_row … end_row - 1` of a step over the keys at positions `first_key … end_key - 1` of one block table.
-// Only what a row's own position and the window let it see counts.
+// Keys that lie in one format, and how far the rows of a step see into them.
+struct Segment {
+    Geometry geometry;
+    char* arena;
+    std::vector<int> layers;            // place of each of the plan's layers among those that lie here
+    std::vector<std::int64_t> offsets;  // of all tables' blocks; -1 where given back
+    std::vector<std::int64_t> seen;     // of each row: the last key that it sees here; below 0: none
+
+    char* layer(int slot) const { return arena + layers[slot] * geometry.layer_bytes; }
+};
+
+// Rows `first_row … end_row - 1` of a step over the keys at places `first_key … end_key - 1` of one block table.
+// Only what a row, and the window, let it see counts.
 struct Unit {
     int first_row, end_row;
     std::int64_t first_key, end_key;
     const std::int64_t* offsets;  // of the table's blocks in the arena
     std::int64_t partial;         // where its part of a result goes; -1: straight to the output
+    int segment;
 };
 
 // A unit for some of its KV heads: what one thread takes at a time.
@@ -59,26 +71,36 @@ struct Partial {
     int first_row;      // of the unit
 };
 
-// What the rows of one step see in one group, for all of its layers.
+// A token that leaves the open segment, where it lies as it was computed, for the first one and its format.
+struct Sealed {
+    std::int64_t from, to;  // offsets of the blocks in the arena
+    int from_slot, to_slot;
+};
+
+// What the rows of one step see in the layers of one group, in one segment or in several, which are merged.
 struct Plan {
-    Geometry geometry;
+    std::vector<Segment> segments;  // of equal heads; a row sees something in at least one of them
+    int open;                       // the segment in which rows are stored
     float scale;
     float softcap;        // 0: none
-    std::int64_t window;  // 0: none
-    std::vector<std::int64_t> positions;      // of each row
+    std::int64_t window;  // of a lone segment; 0: none
     std::vector<std::int64_t> append;         // offset in the arena of the block that each row is stored in
-    std::vector<std::int64_t> offsets;        // of all tables' blocks; -1 where given back
+    std::vector<int> append_slots;            // and the row's place in it
+    std::vector<Sealed> sealed;               // before anything is read
     std::vector<Unit> units;
     std::vector<Task> tasks;
     std::vector<int> merged_rows;             // rows with several results
     std::vector<std::int64_t> partial_begin;  // their places in `partial`, one more than rows
     std::vector<Partial> partial;
     std::vector<float> partials;  // a result: numerator [dim], maximum, denominator
+
+    // Heads and their width, the same everywhere.
+    const Geometry& shape() const { return segments.front().geometry; }
 };
 
-// The sequences of a step: for each its place in `blocks`, its first new position, and how many there are.
+// The sequences of a step in one segment: for each its place in `blocks`, and its rows.
 struct Tables {
-    std::vector<std::int64_t> blocks, begin, start, count;
+    std::vector<std::int64_t> blocks, begin, count;
 };
 
 // Blocks `first_block … end_block - 1`, equal in the tables of sequences `first_span … end_span - 1`.
@@ -86,8 +108,9 @@ struct Run {
     std::int64_t first_span, end_span, first_block, end_block;
 };
 
-// Fills a plan that has its geometry, scale, softcap and window.
-void make_plan(Plan& plan, const Tables& tables, const std::vector<Run>& runs);
+// Fills a plan that has its segments, but for their offsets, and its scale, softcap and window; `tables` of each segment,
+// `runs` of the first.
+void make_plan(Plan& plan, const std::vector<Tables>& tables, const std::vector<Run>& runs);
 
 // Memory that grows, aligned for the kernels; what it held is lost when it does. Out of line, so that files compiled
 // for AVX-512 emit no template of the standard library, which the linker might choose for all others.
@@ -203,11 +226,11 @@ void multiply(const Matrix& m, const Team& team, bool amx, const bf16* x, std::i
               const float* bias);
 
 // Stores the step's keys and values of one layer, then attends.
-//   arena      of the layer's first byte: the arena's plus slot x layer_bytes
+//   slot       the layer's place in the group
 //   q          [rows, repeats, kv_heads, dim], rows `q_stride` elements apart
 //   kv         [rows, 2 x kv_heads, dim], rows `kv_stride` elements apart
 //   out        [rows, repeats, kv_heads, dim], dense
-void attend(Plan& plan, const Team& team, bool amx, char* arena, const bf16* q, std::int64_t q_stride, const bf16* kv,
+void attend(Plan& plan, const Team& team, bool amx, int slot, const bf16* q, std::int64_t q_stride, const bf16* kv,
             std::int64_t kv_stride, bf16* out);
 
 // Merges the results of row `index` of the plan's `merged_rows` (FlashInfer's cascade, arXiv:2501.01005).

@@ -21,8 +21,8 @@ from kvist.errors import InputError
 from kvist.kernels.dense import Scores
 from kvist.kernels.gradients import gradients_wanted
 from kvist.kernels.sharing import shared_runs
-from kvist.kernels.spans import Span, in_chunks
-from kvist.store.layouts import PagedKV
+from kvist.kernels.spans import Span, in_chunks, positions_of
+from kvist.store.layouts import Index, PagedKV
 
 _log = logging.getLogger("kvist")
 
@@ -227,12 +227,11 @@ class PagedAttention:
         self.scores = scores
         group = store.group
         key_run_bytes, value_run_bytes = group.head_run_bytes
-        self.layer_bytes = store.kv_heads * (key_run_bytes + value_run_bytes)
         self.geometry = kernels.module.Geometry(
             slab_bytes=store.slab_bytes,
             blocks_per_slab=store.blocks_per_slab,
             block_bytes=group.block_bytes,
-            layer_bytes=self.layer_bytes,
+            layer_bytes=store.kv_heads * (key_run_bytes + value_run_bytes),
             key_run_bytes=key_run_bytes,
             value_run_bytes=value_run_bytes,
             key=CODECS[group.format.key],
@@ -258,6 +257,25 @@ class PagedAttention:
             and repeats <= _MOST_REPEATS
         )
 
+    def segment(self, spans: Sequence[Span], seen: Index, layers: Sequence[int] | None = None) -> Any:
+        """What a step's rows see in this memory, as a plan takes it.
+
+        Args:
+            spans: the sequences' blocks, and how many rows each has.
+            seen: int64 ``[rows]``: the last place of its sequence's that a row sees; below 0 where it sees none.
+            layers: place in the group of each layer of the plan; all of them, in their order, where it is not said.
+        """
+        lengths = [len(span.table) for span in spans]
+        return self.kernels.module.Segment(
+            geometry=self.geometry,
+            arena=self.store.address,
+            layers=list(range(len(self.store.group.layers)) if layers is None else layers),
+            blocks=np.concatenate([span.table for span in spans]),
+            begin=np.cumsum([0, *lengths[:-1]]),
+            count=np.array([span.count for span in spans]),
+            seen=seen,
+        )
+
     def plan(self, spans: Sequence[Span]) -> "PagedPlan":
         """Plan a step; ``spans`` as for :class:`kvist.kernels.attention.AttentionPlan`."""
         self.kernels.follow_threads()
@@ -276,19 +294,16 @@ class PagedPlan:
         runs = []
         if window is None and len(spans) > 1:
             runs = shared_runs([span.table for span in spans], [span.start // store.block_tokens for span in spans])
-        lengths = [len(span.table) for span in spans]
         self.plan = memory.kernels.module.Plan(
-            geometry=memory.geometry,
+            segments=[memory.segment(spans, positions_of(spans))],
+            open=0,
             scale=memory.scores.scale,
             softcap=memory.scores.softcap or 0.0,
             window=window or 0,
-            blocks=np.concatenate([span.table for span in spans]),
-            begin=np.cumsum([0, *lengths[:-1]]),
-            start=np.array([span.start for span in spans]),
-            count=np.array([span.count for span in spans]),
             runs=np.array(
                 [(run.first_span, run.end_span, run.first_block, run.end_block) for run in runs], np.int64
             ).ravel(),
+            sealed=np.empty(0, np.int64),
         )
 
     def attend(self, slot: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -308,7 +323,7 @@ class PagedPlan:
         out = torch.empty(len(q), q.shape[1] * q.shape[2] * q.shape[3], dtype=q.dtype)
         self.plan.attend(
             memory.kernels.amx,
-            memory.store.address + slot * memory.layer_bytes,
+            slot,
             q.data_ptr(),
             q.stride(0),
             kv.data_ptr(),

@@ -43,7 +43,7 @@ struct alignas(64) Scratch {
     float out[kMaxTiles][kMaxDim][kLanes];            // O^T
     float max[kMaxTiles][kLanes];
     float sum[kMaxTiles][kLanes];
-    std::int64_t position[kMaxTiles][kLanes];  // of each query; lanes without one have the last one's
+    std::int64_t seen[kMaxTiles][kLanes];  // the last key of each query; lanes without one have the last one's
     float scores[2][kKeys][kLanes];
     std::uint32_t weights[2][kKeys / 2][kLanes];  // P^T in pairs
     std::uint16_t values[kMaxDim][kKeys];         // V^T
@@ -53,8 +53,10 @@ struct alignas(64) Scratch {
 
 class Job {
   public:
-    Job(const Plan& plan, bool amx, const char* arena, const bf16* q, std::int64_t q_stride, Scratch& scratch)
-        : plan_(plan), shape_(plan.geometry), amx_(amx), blocks_(shape_, arena), q_(q), q_stride_(q_stride), s_(scratch) {
+    Job(const Plan& plan, const Segment& segment, bool amx, const char* arena, const bf16* q, std::int64_t q_stride,
+        Scratch& scratch)
+        : plan_(plan), segment_(segment), shape_(segment.geometry), amx_(amx), blocks_(shape_, arena), q_(q),
+          q_stride_(q_stride), s_(scratch) {
         // Scores are kept in powers of two.
         factor_ = plan.scale * 1.44269504f;
     }
@@ -66,16 +68,14 @@ class Job {
         tiles_ = heads > 1 ? 1 : (rows_ + kLanes - 1) / kLanes;
         for (int tile = 0; tile < tiles_; ++tile) locate(unit, tile);
         for (int i = 0; i < std::max(tiles_, heads_); ++i) pack(unit, i, head);
-        const std::int64_t first_position = plan_.positions[unit.first_row];
         std::int64_t begin = unit.first_key, end = unit.end_key;
-        std::int64_t last_position = first_position;
-        std::int64_t lowest_position = first_position;
+        std::int64_t lowest = segment_.seen[unit.first_row], highest = lowest;
         for (int row = unit.first_row; row < unit.end_row; ++row) {
-            last_position = std::max(last_position, plan_.positions[row]);
-            lowest_position = std::min(lowest_position, plan_.positions[row]);
+            lowest = std::min(lowest, segment_.seen[row]);
+            highest = std::max(highest, segment_.seen[row]);
         }
-        end = std::min(end, last_position + 1);
-        if (plan_.window > 0) begin = std::max(begin, lowest_position - plan_.window + 1);
+        end = std::min(end, highest + 1);
+        if (plan_.window > 0) begin = std::max(begin, lowest - plan_.window + 1);
         last_key_ = end;
         const std::int64_t aligned = begin / kLanes * kLanes;
         for (std::int64_t key = aligned; key < end; key += kKeys)
@@ -84,11 +84,11 @@ class Job {
     }
 
   private:
-    // The positions of a tile's queries; lanes without one repeat the last.
+    // What a tile's queries see; lanes without one repeat the last.
     void locate(const Unit& unit, int tile) {
         for (int lane = 0; lane < kLanes; ++lane) {
             const int index = heads_ > 1 ? lane % rows_ : std::min(tile * kLanes + lane, rows_ - 1);
-            s_.position[tile][lane] = plan_.positions[unit.first_row + index / shape_.repeats];
+            s_.seen[tile][lane] = segment_.seen[unit.first_row + index / shape_.repeats];
         }
         _mm512_store_ps(s_.max[tile], _mm512_set1_ps(kHidden));
         _mm512_store_ps(s_.sum[tile], _mm512_setzero_ps());
@@ -350,11 +350,11 @@ class Job {
 
     // Puts the lowest score where a query does not see a key.
     void hide(int tile, int place, std::int64_t first, std::int64_t begin, std::int64_t end, int count) {
-        const std::int64_t* position = s_.position[tile];
-        std::int64_t low = position[0], high = position[0];
+        const std::int64_t* seen = s_.seen[tile];
+        std::int64_t low = seen[0], high = seen[0];
         for (int lane = 1; lane < kLanes; ++lane) {
-            low = std::min(low, position[lane]);
-            high = std::max(high, position[lane]);
+            low = std::min(low, seen[lane]);
+            high = std::max(high, seen[lane]);
         }
         const std::int64_t last = std::min(end, low + 1);
         const std::int64_t from = plan_.window > 0 ? std::max(begin, high - plan_.window + 1) : begin;
@@ -362,9 +362,8 @@ class Job {
         // Places relative to `first`, which keeps them in 32 bits.
         alignas(64) std::int32_t stop[kLanes], start[kLanes];
         for (int lane = 0; lane < kLanes; ++lane) {
-            stop[lane] = static_cast<std::int32_t>(std::min(end, position[lane] + 1) - first);
-            const std::int64_t lowest =
-                plan_.window > 0 ? std::max(begin, position[lane] - plan_.window + 1) : begin;
+            stop[lane] = static_cast<std::int32_t>(std::min(end, seen[lane] + 1) - first);
+            const std::int64_t lowest = plan_.window > 0 ? std::max(begin, seen[lane] - plan_.window + 1) : begin;
             start[lane] = static_cast<std::int32_t>(std::clamp<std::int64_t>(lowest - first, 0, kKeys));
         }
         const __m512i stops = _mm512_load_si512(stop), starts = _mm512_load_si512(start);
@@ -458,6 +457,7 @@ class Job {
     }
 
     const Plan& plan_;
+    const Segment& segment_;
     const Geometry& shape_;
     const bool amx_;
     const Blocks blocks_;
@@ -471,29 +471,45 @@ class Job {
     std::int64_t last_key_ = 0;
 };
 
+// Stores one head's key and value of a token.
+void pack_token(const Geometry& shape, char* block, int slot, int head, const bf16* key, const bf16* value) {
+    pack_row(shape.key, block + shape.key_run(head), shape.block_tokens, slot, shape.dim, key);
+    const auto pack = has_scales(shape.value) ? pack_value : pack_row;
+    pack(shape.value, block + shape.value_run(head), shape.block_tokens, slot, shape.dim, value);
+}
+
+const bf16* row_of(const char* run, int slot, int dim) {
+    return reinterpret_cast<const bf16*>(run) + static_cast<std::int64_t>(slot) * dim;
+}
+
 }  // namespace
 
-void attend(Plan& plan, const Team& team, bool amx, char* arena, const bf16* q, std::int64_t q_stride, const bf16* kv,
+void attend(Plan& plan, const Team& team, bool amx, int slot, const bf16* q, std::int64_t q_stride, const bf16* kv,
             std::int64_t kv_stride, bf16* out) {
-    const Geometry& shape = plan.geometry;
+    const Segment& open = plan.segments[plan.open];
     const std::int64_t rows = static_cast<std::int64_t>(plan.append.size());
     team.share(rows, 64, [&](std::int64_t row) {
-        char* block = arena + plan.append[row];
-        const int slot = static_cast<int>(plan.positions[row] % shape.block_tokens);
+        const Geometry& shape = open.geometry;
         const bf16* keys = kv + row * kv_stride;
         const bf16* values = keys + shape.kv_heads * shape.dim;
-        for (int head = 0; head < shape.kv_heads; ++head) {
-            pack_row(shape.key, block + shape.key_run(head), shape.block_tokens, slot, shape.dim,
-                     keys + head * shape.dim);
-            const auto pack = has_scales(shape.value) ? pack_value : pack_row;
-            pack(shape.value, block + shape.value_run(head), shape.block_tokens, slot, shape.dim,
-                 values + head * shape.dim);
-        }
+        char* block = open.layer(slot) + plan.append[row];
+        for (int head = 0; head < shape.kv_heads; ++head)
+            pack_token(shape, block, plan.append_slots[row], head, keys + head * shape.dim, values + head * shape.dim);
+    });
+    // What is sealed was computed in bf16, and lies so until now.
+    team.share(static_cast<std::int64_t>(plan.sealed.size()), 64, [&](std::int64_t index) {
+        const Sealed& token = plan.sealed[index];
+        const Segment& body = plan.segments.front();
+        const char* from = open.layer(slot) + token.from;
+        for (int head = 0; head < body.geometry.kv_heads; ++head)
+            pack_token(body.geometry, body.layer(slot) + token.to, token.to_slot, head,
+                       row_of(from + open.geometry.key_run(head), token.from_slot, open.geometry.dim),
+                       row_of(from + open.geometry.value_run(head), token.from_slot, open.geometry.dim));
     });
     const std::int64_t jobs = static_cast<std::int64_t>(plan.tasks.size());
     std::atomic<std::int64_t> next{0};
     team.run([&] {
-        Job job(plan, amx, arena, q, q_stride, of_this_thread<Scratch>());
+        Scratch& scratch = of_this_thread<Scratch>();
         // Few queries have tiles of their own.
         bool few = true;
         for (;;) {
@@ -501,14 +517,16 @@ void attend(Plan& plan, const Team& team, bool amx, char* arena, const bf16* q, 
             if (index >= jobs) break;
             const Task& task = plan.tasks[index];
             const Unit& unit = plan.units[task.unit];
+            const Segment& segment = plan.segments[unit.segment];
             if (amx && are_few(plan, unit)) {
-                attend_few(plan, arena, q, q_stride, unit, task.head, task.heads, out);
+                attend_few(plan, segment.layer(slot), q, q_stride, unit, task.head, task.heads, out);
                 few = true;
                 continue;
             }
             if (amx && few) tiles_begin();
             few = false;
-            job.run(unit, task.head, task.heads, out, plan.partials.data());
+            Job(plan, segment, amx, segment.layer(slot), q, q_stride, scratch)
+                .run(unit, task.head, task.heads, out, plan.partials.data());
         }
         if (amx) tiles_end();
     });
@@ -528,7 +546,7 @@ void attend(Plan& plan, const Team& team, bool amx, char* arena, const bf16* q, 
 
 // Other processors: `has_avx512` says no, and nobody comes here.
 namespace kvist::avx512 {
-void attend(Plan&, const Team&, bool, char*, const bf16*, std::int64_t, const bf16*, std::int64_t, bf16*) {
+void attend(Plan&, const Team&, bool, int, const bf16*, std::int64_t, const bf16*, std::int64_t, bf16*) {
     throw std::logic_error("built without AVX-512");
 }
 }  // namespace kvist::avx512

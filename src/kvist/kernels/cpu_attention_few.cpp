@@ -40,7 +40,7 @@ void tiles_for(int rows) {
 class Job {
   public:
     Job(const Plan& plan, const char* arena, const Unit& unit, int head, int heads, FewScratch& scratch)
-        : plan_(plan), shape_(plan.geometry), blocks_(shape_, arena), unit_(unit), head_(head), heads_(heads),
+        : plan_(plan), shape_(plan.segments[unit.segment].geometry), blocks_(shape_, arena), unit_(unit), head_(head), heads_(heads),
           rows_(heads * shape_.repeats), factor_(plan.scale * 1.44269504f),
           scores_(shape_, blocks_, head, heads, scratch), values_(shape_, blocks_, head, scratch), s_(scratch) {}
 
@@ -50,10 +50,10 @@ class Job {
         std::memset(s_.out, 0, sizeof(float) * rows_ * shape_.dim);
         std::memset(s_.sum, 0, sizeof(s_.sum));
         for (float& highest : s_.max) highest = kHidden;
-        const std::int64_t position = plan_.positions[unit_.first_row];
+        const std::int64_t seen = plan_.segments[unit_.segment].seen[unit_.first_row];
         begin_ = unit_.first_key;
-        if (plan_.window > 0) begin_ = std::max(begin_, position - plan_.window + 1);
-        end_ = std::min(unit_.end_key, position + 1);
+        if (plan_.window > 0) begin_ = std::max(begin_, seen - plan_.window + 1);
+        end_ = std::min(unit_.end_key, seen + 1);
         const std::int64_t first = begin_ / kLanes * kLanes;
         Cursor here(blocks_, unit_, shape_.block_tokens, first);
         Cursor ahead(blocks_, unit_, shape_.block_tokens, first + kAhead * kKeys);

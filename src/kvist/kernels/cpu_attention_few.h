@@ -11,7 +11,7 @@ constexpr int kFew = 8;  // queries of a KV head
 
 // Whether a unit is one token's, and has so few.
 inline bool are_few(const Plan& plan, const Unit& unit) {
-    return unit.end_row == unit.first_row + 1 && plan.geometry.repeats <= kFew;
+    return unit.end_row == unit.first_row + 1 && plan.shape().repeats <= kFew;
 }
 
 // Runs such a unit for some KV heads, whose queries are sixteen at most together. Leaves the matrix unit's tiles in

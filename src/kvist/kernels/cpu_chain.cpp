@@ -6,9 +6,8 @@
 
 namespace kvist {
 
-void Chain::run(const Team& team, bool amx, const std::vector<Plan*>& plans, const std::vector<char*>& arenas,
-                const std::vector<std::int64_t>& layer_bytes, const std::vector<const float*>& tables, bf16* stream,
-                bf16* change, bf16* kept, std::int64_t rows) {
+void Chain::run(const Team& team, bool amx, const std::vector<Plan*>& plans, const std::vector<const float*>& tables,
+                bf16* stream, bf16* change, bf16* kept, std::int64_t rows) {
     const bf16* late = nullptr;  // what is still to be added to the stream, and the norm that it goes through first
     const float* after = nullptr;
     const auto reserve = [rows](Buffer& buffer, std::int64_t width) {
@@ -27,8 +26,7 @@ void Chain::run(const Team& team, bool amx, const std::vector<Plan*>& plans, con
                        tables[2 * layer.rope + 1], layer.heads, layer.heads_eps);
         for (std::int64_t row = 0; kept != nullptr && row < rows; ++row, kept += queries)
             std::memcpy(kept, projected + row * width, 2 * static_cast<std::size_t>(queries));
-        char* arena = arenas[layer.group] + layer.slot * layer_bytes[layer.group];
-        avx512::attend(*plans[layer.group], team, amx, arena, projected, width, projected + queries, width, mixed);
+        avx512::attend(*plans[layer.group], team, amx, layer.slot, projected, width, projected + queries, width, mixed);
         avx512::multiply(*layer.output, team, amx, mixed, rows, change, layer.output_bias);
         avx512::add_norm(team, stream, change, layer.after_mixer, layer.before_mlp, normed, rows, hidden, layer.mlp_eps);
         avx512::multiply(*layer.gate_up, team, amx, normed, rows, inner, layer.gate_up_bias);

@@ -25,13 +25,12 @@ class Chain {
     std::vector<ChainLayer> layers;
 
     // Runs all layers over a step's rows.
-    //   plans, arenas, layer_bytes   of each group
+    //   plans    of each group
     //   tables   cosines and sines of each rotation, by turns: float32 [rows, dim / 2]
     //   stream   bf16 [rows, hidden], in and out; what the last layer adds to it goes to `change`, not normed
     //   kept     where each layer's queries go, [rows, queries, dim] one after the other; null: nowhere
-    void run(const Team& team, bool amx, const std::vector<Plan*>& plans, const std::vector<char*>& arenas,
-             const std::vector<std::int64_t>& layer_bytes, const std::vector<const float*>& tables, bf16* stream,
-             bf16* change, bf16* kept, std::int64_t rows);
+    void run(const Team& team, bool amx, const std::vector<Plan*>& plans, const std::vector<const float*>& tables,
+             bf16* stream, bf16* change, bf16* kept, std::int64_t rows);
 
   private:
     Buffer normed_, projected_, mixed_, inner_;

@@ -20,7 +20,7 @@
 namespace kvist::avx512 {
 
 void merge(const Plan& plan, std::int64_t index, bf16* out) {
-    const Geometry& shape = plan.geometry;
+    const Geometry& shape = plan.shape();
     const int row = plan.merged_rows[index];
     const int heads = shape.repeats * shape.kv_heads;
     const int width = shape.dim + 2;

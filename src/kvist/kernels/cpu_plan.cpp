@@ -22,6 +22,7 @@ struct Piece {
     int first_row, end_row;
     std::int64_t first_key, end_key;
     const std::int64_t* offsets;
+    int segment;
 };
 
 // Sixteen queries are computed at once, so that is what a key costs.
@@ -35,55 +36,73 @@ int heads_together(int rows, const Geometry& shape) {
     return std::clamp(16 / std::max(1, rows * shape.repeats), 1, shape.kv_heads);
 }
 
-void cut_rows(std::vector<Piece>& pieces, Piece whole, int rows, std::int64_t start, std::int64_t window, bool causal) {
+// `seen` ascends from row to row of a sequence.
+void cut_rows(std::vector<Piece>& pieces, Piece whole, int rows, const std::vector<std::int64_t>& seen,
+              std::int64_t window) {
     for (int row = whole.first_row; row < whole.end_row; row += rows) {
         Piece piece = whole;
         piece.first_row = row;
         piece.end_row = std::min(row + rows, whole.end_row);
-        if (causal) {
-            const std::int64_t low = start + row - whole.first_row;
-            piece.end_key = std::min(whole.end_key, start + piece.end_row - whole.first_row);
-            if (window > 0) piece.first_key = std::max(whole.first_key, low - window + 1);
-        }
+        piece.end_key = std::min(whole.end_key, seen[piece.end_row - 1] + 1);
+        if (window > 0) piece.first_key = std::max(whole.first_key, seen[row] - window + 1);
         if (piece.first_key < piece.end_key) pieces.push_back(piece);
+    }
+}
+
+// What all rows of several sequences see.
+void cut_rows(std::vector<Piece>& pieces, Piece whole, int rows) {
+    for (int row = whole.first_row; row < whole.end_row; row += rows) {
+        pieces.push_back(whole);
+        pieces.back().first_row = row;
+        pieces.back().end_row = std::min(row + rows, whole.end_row);
+    }
+}
+
+void cut_segment(std::vector<Piece>& pieces, Plan& plan, int number, const Tables& tables, const std::vector<Run>& runs,
+                 int rows) {
+    Segment& segment = plan.segments[number];
+    const int size = segment.geometry.block_tokens;
+    segment.offsets.resize(tables.blocks.size());
+    for (std::size_t i = 0; i < tables.blocks.size(); ++i)
+        segment.offsets[i] = tables.blocks[i] < 0 ? -1 : segment.geometry.offset(tables.blocks[i]);
+    std::vector<int> first_row{0};
+    for (const std::int64_t count : tables.count) first_row.push_back(first_row.back() + static_cast<int>(count));
+    if (number == plan.open) {
+        for (std::size_t span = 0; span < tables.count.size(); ++span) {
+            const std::int64_t* offsets = segment.offsets.data() + tables.begin[span];
+            for (int row = first_row[span]; row < first_row[span + 1]; ++row) {
+                plan.append.push_back(offsets[segment.seen[row] / size]);
+                plan.append_slots.push_back(static_cast<int>(segment.seen[row] % size));
+            }
+        }
+    }
+    std::vector<std::int64_t> shared(tables.count.size(), 0);
+    for (const Run& run : runs) {
+        Piece whole{first_row[run.first_span], first_row[run.end_span], run.first_block * size, run.end_block * size,
+                    segment.offsets.data() + tables.begin[run.first_span], number};
+        cut_rows(pieces, whole, rows);
+        for (std::int64_t span = run.first_span; span < run.end_span; ++span) shared[span] = run.end_block * size;
+    }
+    for (std::size_t span = 0; span < tables.count.size(); ++span) {
+        std::int64_t begin = shared[span];
+        if (plan.window > 0) begin = std::max(begin, segment.seen[first_row[span]] - plan.window + 1);
+        Piece whole{first_row[span], first_row[span + 1], begin, segment.seen[first_row[span + 1] - 1] + 1,
+                    segment.offsets.data() + tables.begin[span], number};
+        cut_rows(pieces, whole, rows, segment.seen, plan.window);
     }
 }
 
 }  // namespace
 
-void make_plan(Plan& plan, const Tables& tables, const std::vector<Run>& runs) {
-    const Geometry& shape = plan.geometry;
-    const int size = shape.block_tokens;
+void make_plan(Plan& plan, const std::vector<Tables>& tables, const std::vector<Run>& runs) {
+    const Geometry& shape = plan.shape();
+    const std::size_t rows = plan.segments.front().seen.size();
     const int rows_a_unit =
         std::max(1, static_cast<int>(std::min<std::int64_t>(kRows, kResultElements / shape.dim)) / shape.repeats);
-    plan.offsets.resize(tables.blocks.size());
-    for (std::size_t i = 0; i < tables.blocks.size(); ++i)
-        plan.offsets[i] = tables.blocks[i] < 0 ? -1 : shape.offset(tables.blocks[i]);
-    std::vector<int> first_row{0};
-    for (std::size_t span = 0; span < tables.start.size(); ++span) {
-        const std::int64_t* offsets = plan.offsets.data() + tables.begin[span];
-        for (std::int64_t i = 0; i < tables.count[span]; ++i) {
-            const std::int64_t position = tables.start[span] + i;
-            plan.positions.push_back(position);
-            plan.append.push_back(offsets[position / size]);
-        }
-        first_row.push_back(static_cast<int>(plan.positions.size()));
-    }
     std::vector<Piece> pieces;
-    std::vector<std::int64_t> shared(tables.start.size(), 0);
-    for (const Run& run : runs) {
-        Piece whole{first_row[run.first_span], first_row[run.end_span], run.first_block * size, run.end_block * size,
-                    plan.offsets.data() + tables.begin[run.first_span]};
-        cut_rows(pieces, whole, rows_a_unit, 0, 0, false);
-        for (std::int64_t span = run.first_span; span < run.end_span; ++span) shared[span] = run.end_block * size;
-    }
-    for (std::size_t span = 0; span < tables.start.size(); ++span) {
-        std::int64_t begin = shared[span];
-        if (plan.window > 0) begin = std::max(begin, tables.start[span] - plan.window + 1);
-        Piece whole{first_row[span], first_row[span + 1], begin, tables.start[span] + tables.count[span],
-                    plan.offsets.data() + tables.begin[span]};
-        cut_rows(pieces, whole, rows_a_unit, tables.start[span], plan.window, true);
-    }
+    for (std::size_t number = 0; number < tables.size(); ++number)
+        cut_segment(pieces, plan, static_cast<int>(number), tables[number], number == 0 ? runs : std::vector<Run>{},
+                    rows_a_unit);
     // Long pieces are cut along their keys, so that threads finish together.
     std::int64_t total = 0;
     for (const Piece& piece : pieces) total += cost(piece, shape.repeats);
@@ -104,13 +123,13 @@ void make_plan(Plan& plan, const Tables& tables, const std::vector<Run>& runs) {
             parts.push_back(part);
         }
     }
-    std::vector<int> results(plan.positions.size(), 0);
+    std::vector<int> results(rows, 0);
     for (const Piece& part : parts)
         for (int row = part.first_row; row < part.end_row; ++row) ++results[row];
     const std::int64_t result_size = static_cast<std::int64_t>(shape.repeats) * shape.kv_heads * (shape.dim + 2);
     std::int64_t size_of_partials = 0;
     for (const Piece& part : parts) {
-        Unit unit{part.first_row, part.end_row, part.first_key, part.end_key, part.offsets, -1};
+        Unit unit{part.first_row, part.end_row, part.first_key, part.end_key, part.offsets, -1, part.segment};
         if (std::any_of(results.begin() + part.first_row, results.begin() + part.end_row,
                         [](int count) { return count > 1; })) {
             unit.partial = size_of_partials;
@@ -119,7 +138,7 @@ void make_plan(Plan& plan, const Tables& tables, const std::vector<Run>& runs) {
         plan.units.push_back(unit);
     }
     plan.partials.resize(size_of_partials);
-    std::vector<std::vector<Partial>> of_row(plan.positions.size());
+    std::vector<std::vector<Partial>> of_row(rows);
     for (const Unit& unit : plan.units)
         if (unit.partial >= 0)
             for (int row = unit.first_row; row < unit.end_row; ++row)

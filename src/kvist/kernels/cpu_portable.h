@@ -18,7 +18,7 @@ enum class Type : int { kBfloat16, kFloat16, kFloat32 };
 // One layer of one step.
 struct Call {
     Type type;
-    char* arena;          // of the layer's first byte: the arena's plus slot x layer_bytes
+    int slot;             // the layer's place in the group
     const void* q;        // [rows, repeats, kv_heads, dim], rows `q_stride` elements apart
     std::int64_t q_stride;
     const void* kv;       // [rows, 2 x kv_heads, dim], rows `kv_stride` elements apart

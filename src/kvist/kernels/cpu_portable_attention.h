@@ -38,8 +38,8 @@ static Buffer& of_this_thread() {
 
 class Job {
   public:
-    Job(const Plan& plan, const Call& call)
-        : plan_(plan), shape_(plan.geometry), call_(call), keys_{shape_.key, shape_.block_tokens, shape_.dim},
+    Job(const Plan& plan, const Segment& segment, const Call& call)
+        : plan_(plan), segment_(segment), shape_(segment.geometry), arena_(segment.layer(call.slot)), call_(call), keys_{shape_.key, shape_.block_tokens, shape_.dim},
           values_{shape_.value, shape_.block_tokens, shape_.dim} {}
 
     void run(const Unit& unit, int head, float* partials) {
@@ -47,10 +47,10 @@ class Job {
         head_ = head;
         queries_ = (unit.end_row - unit.first_row) * shape_.repeats;
         reserve();
-        std::int64_t least = plan_.positions[unit.first_row], most = least;
+        std::int64_t least = segment_.seen[unit.first_row], most = least;
         for (int row = unit.first_row; row < unit.end_row; ++row) {
-            least = std::min(least, plan_.positions[row]);
-            most = std::max(most, plan_.positions[row]);
+            least = std::min(least, segment_.seen[row]);
+            most = std::max(most, segment_.seen[row]);
         }
         begin_ = unit.first_key;
         end_ = std::min(unit.end_key, most + 1);
@@ -82,7 +82,7 @@ class Job {
         }
     }
 
-    std::int64_t position(int index) const { return plan_.positions[unit_->first_row + index / shape_.repeats]; }
+    std::int64_t seen(int index) const { return segment_.seen[unit_->first_row + index / shape_.repeats]; }
 
     // Place of a query, or of its result, in heads.
     std::int64_t place(int index) const {
@@ -103,7 +103,7 @@ class Job {
         std::memset(out_, 0, sizeof(float) * static_cast<std::size_t>(queries_) * static_cast<std::size_t>(shape_.dim));
     }
 
-    const char* block_of(std::int64_t key) const { return call_.arena + unit_->offsets[key / shape_.block_tokens]; }
+    const char* block_of(std::int64_t key) const { return arena_ + unit_->offsets[key / shape_.block_tokens]; }
     int slot_of(std::int64_t key) const { return static_cast<int>(key % shape_.block_tokens); }
 
     // Keys `first … first + 127`, as many as there are; `first` is a multiple of 16.
@@ -169,7 +169,7 @@ class Job {
     // Weights of one query from its scores; brings what was summed before to the new maximum. Whether it sees any key.
     bool softmax(int i, std::int64_t first, int padded) {
         float* scores = scores_ + static_cast<std::int64_t>(i) * kKeys;
-        const std::int64_t at = position(i);
+        const std::int64_t at = seen(i);
         const std::int64_t begin = plan_.window > 0 ? std::max(begin_, at - plan_.window + 1) : begin_;
         const auto from = static_cast<int>(std::clamp<std::int64_t>(begin - first, 0, padded));
         const auto to = static_cast<int>(std::clamp<std::int64_t>(std::min(end_, at + 1) - first, 0, padded));
@@ -232,7 +232,9 @@ class Job {
 
   private:
     const Plan& plan_;
+    const Segment& segment_;
     const Geometry& shape_;
+    const char* const arena_;
     const Call& call_;
     const Side keys_, values_;
     const Unit* unit_ = nullptr;
@@ -244,7 +246,7 @@ class Job {
 
 // Merges the results of row `index` of the plan's `merged_rows` (FlashInfer's cascade, arXiv:2501.01005).
 static void merge(const Plan& plan, const Call& call, std::int64_t index) {
-    const Geometry& shape = plan.geometry;
+    const Geometry& shape = plan.shape();
     const int row = plan.merged_rows[index];
     const int heads = shape.repeats * shape.kv_heads;
     const Partial* begin = plan.partial.data() + plan.partial_begin[index];
@@ -268,37 +270,68 @@ static void merge(const Plan& plan, const Call& call, std::int64_t index) {
     }
 }
 
+// Stores one head's key of a token, or its value: `dim` numbers of a type from `at` on.
+static void write_key(const Geometry& shape, Type type, const void* from, std::int64_t at, char* block, int slot,
+                      int head) {
+    float x[kMaxDim];
+    load_row(type, from, at, shape.dim, x);
+    write_row({shape.key, shape.block_tokens, shape.dim}, block + shape.key_run(head), slot, x);
+}
+
+static void write_value(const Geometry& shape, Type type, const void* from, std::int64_t at, char* block, int slot,
+                        int head) {
+    const Side side{shape.value, shape.block_tokens, shape.dim};
+    float x[kMaxDim];
+    load_row(type, from, at, shape.dim, x);
+    if (has_scales(shape.value))
+        write_column(side, block + shape.value_run(head), slot, x);
+    else
+        write_row(side, block + shape.value_run(head), slot, x);
+}
+
 // Stores the key and the value of one row, of every KV head.
 static void append(const Plan& plan, const Call& call, std::int64_t row) {
-    const Geometry& shape = plan.geometry;
-    const Side keys{shape.key, shape.block_tokens, shape.dim}, values{shape.value, shape.block_tokens, shape.dim};
-    const auto slot = static_cast<int>(plan.positions[row] % shape.block_tokens);
-    char* block = call.arena + plan.append[row];
-    float x[kMaxDim];
+    const Segment& open = plan.segments[plan.open];
+    const Geometry& shape = open.geometry;
+    char* block = open.layer(call.slot) + plan.append[row];
+    const int slot = plan.append_slots[row];
     for (int head = 0; head < shape.kv_heads; ++head) {
-        load_row(call.type, call.kv, row * call.kv_stride + head * shape.dim, shape.dim, x);
-        write_row(keys, block + shape.key_run(head), slot, x);
-        load_row(call.type, call.kv, row * call.kv_stride + (shape.kv_heads + head) * shape.dim, shape.dim, x);
-        if (has_scales(shape.value))
-            write_column(values, block + shape.value_run(head), slot, x);
-        else
-            write_row(values, block + shape.value_run(head), slot, x);
+        const std::int64_t key = row * call.kv_stride + head * shape.dim;
+        write_key(shape, call.type, call.kv, key, block, slot, head);
+        write_value(shape, call.type, call.kv, key + shape.kv_heads * shape.dim, block, slot, head);
+    }
+}
+
+// Moves a token from the open segment, which holds numbers of the call's type, to the first.
+static void seal(const Plan& plan, const Call& call, const Sealed& token) {
+    const Segment& open = plan.segments[plan.open];
+    const Segment& body = plan.segments.front();
+    const Geometry& shape = body.geometry;
+    const char* from = open.layer(call.slot) + token.from;
+    char* to = body.layer(call.slot) + token.to;
+    const std::int64_t at = static_cast<std::int64_t>(token.from_slot) * shape.dim;
+    for (int head = 0; head < shape.kv_heads; ++head) {
+        write_key(shape, call.type, from + open.geometry.key_run(head), at, to, token.to_slot, head);
+        write_value(shape, call.type, from + open.geometry.value_run(head), at, to, token.to_slot, head);
     }
 }
 
 void attend(Plan& plan, const Team& team, const Call& call) {
     team.share(static_cast<std::int64_t>(plan.append.size()), 16,
                [&](std::int64_t row) { append(plan, call, row); });
+    team.share(static_cast<std::int64_t>(plan.sealed.size()), 16,
+               [&](std::int64_t index) { seal(plan, call, plan.sealed[index]); });
     const auto jobs = static_cast<std::int64_t>(plan.tasks.size());
     std::atomic<std::int64_t> next{0};
     team.run([&] {
-        Job job(plan, call);
         for (;;) {
             const std::int64_t index = next.fetch_add(1, std::memory_order_relaxed);
             if (index >= jobs) break;
             const Task& task = plan.tasks[index];
+            const Unit& unit = plan.units[task.unit];
+            Job job(plan, plan.segments[unit.segment], call);
             for (int head = task.head; head < task.head + task.heads; ++head)
-                job.run(plan.units[task.unit], head, plan.partials.data());
+                job.run(unit, head, plan.partials.data());
         }
     });
     team.share(static_cast<std::int64_t>(plan.merged_rows.size()), 8,

@@ -62,7 +62,7 @@ class PortablePlan(PagedPlan):
         self.plan.attend_anywhere(
             memory.kernels.build,
             _TYPES[q.dtype],
-            memory.store.address + slot * memory.layer_bytes,
+            slot,
             q.data_ptr(),
             q.stride(0),
             kv.data_ptr(),

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvist.store.layouts import Index
 
 
@@ -16,6 +18,14 @@ class Span:
     table: Index
     start: int
     count: int
+
+
+def positions_of(spans: Sequence[Span]) -> Index:
+    """The position of each row of a step, int64 ``[rows]``."""
+    counts = np.array([span.count for span in spans])
+    starts = np.array([span.start for span in spans])
+    positions: Index = np.arange(counts.sum()) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+    return positions
 
 
 def in_chunks(spans: Sequence[Span], chunk: int, block_tokens: int) -> list[Span]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvist.kernels.cpu import Cpu, PagedAttention, PagedPlan
+from kvist.kernels.cpu import Cpu, PagedPlan
 from kvist.kernels.matrix import Matrix
 from kvist.model.feed_forward import GatedMlp
 from kvist.model.layer import Layer
@@ -98,12 +98,10 @@ class Chain:
         """Run the layers over the stream, which holds nothing to be added yet; stores what they remember."""
         change = torch.empty_like(stream.x)
         plans: list[object] = [None] * len(step.plans)
-        arenas, sizes = [0] * len(step.plans), [0] * len(step.plans)
         for group in self.groups:
             plan = step.plans[group]
             assert isinstance(plan, PagedPlan)
-            memory: PagedAttention = plan.memory
-            plans[group], arenas[group], sizes[group] = plan.plan, memory.store.address, memory.layer_bytes
+            plans[group] = plan.plan
         tables = []
         for rotation in step.rotations:
             assert isinstance(rotation, FusedRotation)
@@ -115,8 +113,6 @@ class Chain:
         self.chain.run(
             self.kernels.amx,
             plans,
-            arenas,
-            sizes,
             tables,
             stream.x.data_ptr(),
             change.data_ptr(),
