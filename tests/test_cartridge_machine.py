@@ -54,6 +54,28 @@ class PinnedMachine(CacheMachine):
         self.pinned[number] = sequence
 
     @precondition(lambda self: self.pinned)
+    @rule(data=st.data(), number=st.integers(3, 5), units=st.integers(1, 3))
+    def pin_behind(self, data: st.DataObject, number: int, units: int) -> None:
+        """One more, behind one that is pinned: it shares that one's blocks, and stays when that one is let go."""
+        if number in self.pinned:
+            return
+        first = data.draw(st.sampled_from(sorted(self.pinned.items())))[1]
+        count = units * self.manager.unit_tokens
+        run = placeholders(count, 1000 * number)
+        before = self.picture(Sequence(run, first.key, len(self.manager.groups)))
+        shared = [first.blocks(group) for group in range(len(self.manager.groups))]
+        try:
+            sequence = self.manager.pin(count, first.key, behind=first, tokens=run)
+        except DoesNotFit:
+            assert self.picture(Sequence(run, first.key, len(self.manager.groups))) == before
+            return
+        assert sequence.pinned == first.pinned + count
+        self.memory.store(sequence, first.pinned, sequence.pinned)
+        self.manager.filled(sequence)
+        assert [first.blocks(group) for group in range(len(self.manager.groups))] == shared
+        self.pinned[number] = sequence
+
+    @precondition(lambda self: self.pinned)
     @rule(
         data=st.data(),
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),
@@ -62,7 +84,7 @@ class PinnedMachine(CacheMachine):
     )
     def begin_behind(self, data: st.DataObject, prompt: list[int], budget: int, apart: bool) -> None:
         pin = data.draw(st.sampled_from(sorted(self.pinned.items())))[1]
-        sequence = self.manager.begin([*placeholders(pin.pinned).tolist(), *prompt], pin.key)
+        sequence = self.manager.begin([*pin.tokens.tolist(), *prompt], pin.key)
         sequence.pinned, sequence.apart = pin.pinned, apart
         for _ in range(2):
             # And again, as after a preemption.
@@ -114,7 +136,12 @@ class PinnedMachine(CacheMachine):
         if self.manager is None:
             return
         sizes = self.manager.layout.block_bytes
-        held = sum(pin.blocks(group) * size for pin in self.pinned.values() for group, size in enumerate(sizes))
+        # Those that follow others share their blocks.
+        tables = [[pin.tables[group] for pin in self.pinned.values()] for group in range(len(sizes))]
+        held = sum(
+            len({block for table in pins for block in table.tolist() if block >= 0}) * size
+            for pins, size in zip(tables, sizes, strict=True)
+        )
         assert self.manager.pins.bytes == held
         lent = [np.count_nonzero(self.manager.arena.owner_of_slabs() == group) for group in range(len(sizes))]
         needed = self.manager.pins.slabs_with([0] * len(sizes))

@@ -125,7 +125,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("evict", "lru:5", "is no method"),
     ("cartridge", "manual", "'manual' is not loaded"),
     ("cartridge", 5, "string"),
-    ("cartridge", ["manual", "other"], "one name"),
+    ("cartridge", ["manual", "other"], "is not loaded"),
+    ("cartridge", ["manual", 5], "a list of 1 to 16 names"),
     # Known, but only without effect.
     ("presence_penalty", 0.5, "not supported"),
     ("frequency_penalty", -1, "not supported"),

@@ -306,6 +306,16 @@ class Scheduler:
         needed = manager.slabs_needed(stored + sequence.pinned, self._least_chunk, pruning)
         return needed <= manager.layout.num_slabs
 
+    def all_fit(self) -> bool:
+        """Whether the cache could still hold each request alone, which something that is pinned may have changed."""
+        longest = self.longest()
+        for request in (*self.running, *(request for request in self.waiting if request.state == "waiting")):
+            sequence = request.sequence
+            stored = request.prompt_tokens - sequence.pinned + request.max_tokens - 1
+            if stored > longest and not self._fits_pruned(sequence, stored):
+                return False
+        return True
+
     def _refuse(self, prompt: int, stored: int) -> None:
         layout = self.manager.layout
         chunk = self._least_chunk

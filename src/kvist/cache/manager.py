@@ -382,17 +382,31 @@ class CacheManager:
         """
         return compact(self, sequence)
 
-    def pin(self, count: int, key: PrefixKey) -> Sequence:
-        """Take blocks for a run that stands for ``count`` tokens which nobody has; between steps.
+    def pin(
+        self,
+        count: int,
+        key: PrefixKey,
+        *,
+        behind: Sequence | None = None,
+        tokens: npt.NDArray[np.int32] | None = None,
+    ) -> Sequence:
+        """Take blocks for a run that stands for ``count`` tokens which nobody has.
 
-        Whoever calls fills them and says so with :meth:`filled`, or gives them back with :meth:`release`. Requests
-        whose tokens begin with :func:`kvist.cache.pinning.placeholders` find the run under ``key``.
+        Whoever calls fills them before the next step and says so with :meth:`filled`, or gives them back with
+        :meth:`release`. Requests whose tokens begin with its own find it under ``key``.
+
+        Args:
+            count: of its tokens.
+            key: of the run.
+            behind: a run that is pinned under the same key, which it follows and whose blocks it shares.
+            tokens: placeholders, int32 ``[count]``, which no other run behind that one has; left out, those of
+                :func:`kvist.cache.pinning.placeholders`.
 
         Raises:
             InputError: ``count`` is no multiple of the unit, or a group keeps something that is no token's.
             DoesNotFit: there is no room now; nothing has changed.
         """
-        return pin(self, count, key)
+        return pin(self, count, key, behind, tokens)
 
     def filled(self, pinned: Sequence) -> None:
         """What is pinned is stored now: nothing reclaims it until :meth:`unpin`, but for what windows never read."""

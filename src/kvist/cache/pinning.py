@@ -2,7 +2,8 @@
 
 A trained cache has positions, and no tokens: *placeholders* stand for them, ids below zero, which no text has. A run
 under them is pinned by a sequence that holds its blocks and never steps; the sequences of requests share it as they
-share any prefix. What they add behind it enters the tree below it.
+share any prefix. What they add behind it enters the tree below it, and so does a run that is pinned behind another: its
+placeholders are numbers of its own, so that a path down the tree says which runs follow one another.
 """
 
 from collections.abc import Sequence as Seq
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
     from kvist.cache.manager import CacheManager
 
 
-def placeholders(count: int) -> npt.NDArray[np.int32]:
-    """What stands for ``count`` tokens that nobody has: -1, -2 …"""
-    return -np.arange(1, count + 1, dtype=np.int32)
+def placeholders(count: int, after: int = 0) -> npt.NDArray[np.int32]:
+    """What stands for ``count`` tokens that nobody has: -1, -2 …, or the numbers below ``-after``."""
+    return -np.arange(after + 1, after + count + 1, dtype=np.int32)
 
 
 class Pins:
@@ -79,7 +80,13 @@ class Pins:
         return sum(count * size for count, size in zip(self._blocks, self._layout.block_bytes, strict=True))
 
 
-def pin(manager: "CacheManager", count: int, key: PrefixKey) -> Sequence:
+def pin(
+    manager: "CacheManager",
+    count: int,
+    key: PrefixKey,
+    behind: Sequence | None,
+    tokens: npt.NDArray[np.int32] | None,
+) -> Sequence:
     """:meth:`CacheManager.pin`."""
     unit = manager.unit_tokens
     if count % unit:
@@ -90,17 +97,35 @@ def pin(manager: "CacheManager", count: int, key: PrefixKey) -> Sequence:
     fixed = next((group for group in manager.groups if group.fixed_blocks is not None), None)
     if fixed is not None:
         raise InputError(f"cartridge: {fixed.name} keeps what no run of tokens stands for", key="cartridge")
-    wanted = [group.all_blocks(count) for group in manager.groups]
+    first = 0 if behind is None else behind.size
+    run = placeholders(count) if tokens is None else tokens
+    sequence = Sequence(run if behind is None else np.concatenate((behind.tokens, run)), key, len(manager.groups))
+    if behind is not None:
+        sequence.tables = [table.copy() for table in behind.tables]
+        sequence.given_back = list(behind.given_back)
+    wanted = [
+        group.all_blocks(first + count) - table.size
+        for group, table in zip(manager.groups, sequence.tables, strict=True)
+    ]
     if not manager.arena.could_take(wanted, [NO_BLOCKS] * len(wanted)):
         needed = sum(blocks * size for blocks, size in zip(wanted, manager.layout.block_bytes, strict=True))
         raise DoesNotFit(
             f"memory: a cartridge of {count} tokens takes {format_size(needed)}, which the cache of "
             f"{format_size(manager.layout.total_bytes)} does not have now; give it more"
         )
-    sequence = Sequence(placeholders(count), key, len(wanted))
+    if behind is not None:
+        manager.tree.hold(behind.node)
+        sequence.node = behind.node
+        for group, table in enumerate(sequence.tables):
+            manager.arena.share(group, table[sequence.given_back[group] :])
     manager.free_up(wanted)
-    sequence.tables = [manager.arena.take(group, blocks) for group, blocks in enumerate(wanted)]
-    sequence.node = manager.tree.insert(key, None, sequence.tokens, sequence.tables, 0, count)
+    for group, blocks in enumerate(wanted):
+        sequence.tables[group] = np.concatenate((sequence.tables[group], manager.arena.take(group, blocks)))
+    sequence.node = manager.tree.insert(
+        sequence.key, sequence.node, sequence.tokens, sequence.tables, first, first + count
+    )
     sequence.begun = True
-    sequence.published = sequence.pinned = sequence.in_flight = count
+    sequence.length = first
+    sequence.in_flight = count
+    sequence.published = sequence.pinned = first + count
     return sequence

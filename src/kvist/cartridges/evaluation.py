@@ -19,7 +19,7 @@ from torch import Tensor
 from kvist.cache.sequence import Sequence as Stored
 from kvist.cartridges.self_study import Writer, template_items
 from kvist.cartridges.teacher import Teacher
-from kvist.engine.cartridges import Loaded
+from kvist.engine.cartridges import Joined, Loaded
 from kvist.engine.engine import Engine
 from kvist.errors import BadFile, DoesNotFit, InputError
 from kvist.scheduler import Batch, Chunk, Request
@@ -96,7 +96,7 @@ def evaluate(
     engine: Engine,
     document: Sequence[int],
     questions: Sequence[Question],
-    cartridges: Mapping[str, tuple[Engine, Loaded]],
+    cartridges: Mapping[str, tuple[Engine, Loaded | Joined]],
     *,
     tokens: int,
     against: Sequence[str] = ("truncated", *METHODS),

@@ -6,11 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvist.cache.pinning import placeholders
 from kvist.cache.prefix import PrefixKey
 from kvist.cartridges.distillation import Targets
 from kvist.cartridges.self_study import Item
-from kvist.engine.cartridges import Loaded
+from kvist.engine.cartridges import Joined, Loaded
 from kvist.engine.engine import Engine
 from kvist.errors import DoesNotFit
 from kvist.scheduler import Batch, Chunk, Request
@@ -35,7 +34,7 @@ class Teacher:
         return Targets.of(self.logits(context, item.tokens, item.learnt))
 
     def logits(
-        self, context: Sequence[int], tokens: Sequence[int], first: int, *, behind: Loaded | None = None
+        self, context: Sequence[int], tokens: Sequence[int], first: int, *, behind: Loaded | Joined | None = None
     ) -> Tensor:
         """Logits before each of ``tokens[first:]``, float32 ``[tokens - first, vocab]``.
 
@@ -43,14 +42,15 @@ class Teacher:
             context: what stands before them.
             tokens: of the item.
             first: of them that is foretold.
-            behind: a cartridge of the engine, in the place of the context.
+            behind: a cartridge of the engine, or several, in the place of the context.
 
         Raises:
             DoesNotFit: the cache cannot hold them.
         """
         pinned = 0 if behind is None else behind.tokens
         if behind is not None:
-            context = placeholders(pinned).tolist()
+            context = behind.placeholders.tolist()
+            self.engine.shelf.store_joined()
         # The last token is foretold, and never read.
         whole = np.array([*context, *tokens[:-1]], np.int32)
         start = len(context) + first - 1

@@ -43,7 +43,12 @@ def add_generate(commands: Any) -> None:
         "saves",
     )
     command.add_argument("--plot", metavar="FILE", help="with --no-cache: a picture, .png or .svg (needs kvist[plot])")
-    command.add_argument("--cartridge", metavar="FILE", help="a trained cache that stands before the prompt")
+    command.add_argument(
+        "--cartridge",
+        action="append",
+        metavar="FILE",
+        help="a trained cache that stands before the prompt; repeatable, one behind the other",
+    )
     template = command.add_mutually_exclusive_group()
     template.add_argument("--chat", action="store_true", default=None, help="put the prompt in the chat template")
     template.add_argument("--raw", dest="chat", action="store_false", help="take the prompt as it is")

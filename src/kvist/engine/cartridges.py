@@ -3,24 +3,33 @@
 A cartridge lies in the arena like any prefix, in the cache's own format, under a key of its own (its digest) and under
 placeholders instead of tokens (:mod:`kvist.cache.pinning`). Requests that name it begin behind it, at the position
 after its last; requests that do not never find it, and run beside them in the same batches.
+
+A request may name several. The first lies where it was trained; the keys of those that follow are turned on to the
+positions behind it, which rotary positions allow exactly (arXiv:2104.09864, equation 14), and stored once more, behind
+the first's blocks, for as long as a request names this list.
 """
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from kvist.cache.groups import Group
 from kvist.cache.manager import CacheManager
+from kvist.cache.pinning import placeholders
 from kvist.cache.prefix import PrefixKey
 from kvist.cache.sequence import Sequence
 from kvist.engine.runner import Runner
 from kvist.engine.tokenizer import Tokenizer
-from kvist.errors import InputError
+from kvist.errors import InputError, UnsupportedModel
 from kvist.kernels.hadamard import hadamard
 from kvist.model.fingerprints import model_digest, rotary_positions
-from kvist.spec.layers import Attention
+from kvist.spec.layers import Attention, Latent
 from kvist.spec.model import ModelSpec
 from kvist.store.cartridge_file import Cartridge, load
 from kvist.store.states import StateStore
@@ -52,9 +61,41 @@ class Loaded:
         """Positions that it takes."""
         return self.cartridge.tokens
 
+    @property
+    def placeholders(self) -> npt.NDArray[np.int32]:
+        """What stands for its tokens."""
+        return self.pin.tokens
+
+
+@dataclass(kw_only=True)
+class Joined:
+    """Several cartridges, one behind the other, that live requests name.
+
+    Attributes:
+        parts: in the order of their positions.
+        pin: holds their blocks.
+        stored: whether those behind the first are in the arena yet.
+        users: requests that live on them.
+    """
+
+    parts: tuple[Loaded, ...]
+    pin: Sequence
+    stored: bool = False
+    users: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Positions that they take."""
+        return self.pin.pinned
+
+    @property
+    def placeholders(self) -> npt.NDArray[np.int32]:
+        """What stands for their tokens."""
+        return self.pin.tokens
+
 
 class Shelf:
-    """The cartridges of one engine; called between steps, with its lock held.
+    """The cartridges of one engine; called with its lock held, and what stores tensors between steps.
 
     Args:
         spec: of the model, with the longest context that is served.
@@ -70,6 +111,10 @@ class Shelf:
         self._cache = cache
         self._digest: str | None = None
         self.loaded: dict[str, Loaded] = {}
+        self._joined: dict[tuple[str, ...], Joined] = {}
+        # By digest, placeholders of its own for where a cartridge follows another: none is used for two.
+        self._numbers: dict[str, int] = {}
+        self._numbered = 0
 
     def load(self, name: str, file: Path | Cartridge, key: PrefixKey) -> Loaded:
         """Read a cartridge, store it in the arena's format and pin it; of one that is there already, no second copy.
@@ -97,9 +142,10 @@ class Shelf:
             rope=rotary_positions(self._spec),
         )
         cartridge.check_shapes(self._cache.groups)
-        pin = self._cache.pin(cartridge.tokens, key_of(key, cartridge))
+        self.store_joined()
+        pin = self._cache.pin(cartridge.tokens, replace(key, cartridge=cartridge.digest))
         try:
-            self._store(cartridge, pin)
+            self._store(cartridge, pin, 0)
         except BaseException:
             self._cache.release(pin, keep=False)
             raise
@@ -107,16 +153,21 @@ class Shelf:
         self.loaded[name] = found = Loaded(name=name, cartridge=cartridge, pin=pin)
         return found
 
-    def _store(self, cartridge: Cartridge, pin: Sequence) -> None:
-        positions = np.arange(cartridge.tokens)
+    def _store(self, cartridge: Cartridge, pin: Sequence, start: int) -> None:
+        """Put a cartridge into a pinned sequence's blocks from ``start`` on, its keys turned to these positions."""
+        positions = np.arange(start, start + cartridge.tokens)
         dtype = self._runner.decoder.dtype
         with torch.inference_mode():
             for number, (group, store) in enumerate(zip(self._cache.groups, self._runner.stores, strict=True)):
                 assert not isinstance(store, StateStore)
                 size = group.block_tokens
-                where = store.vectors(pin.tables[number][positions // size], positions % size)
+                tables = pin.tables[number][positions // size]
+                # What windows never read has no block.
+                there = torch.from_numpy(tables >= 0)
+                where = store.vectors(tables[tables >= 0], positions[tables >= 0] % size)
                 for slot, layer in enumerate(group.layers):
-                    stored = cartridge.layers[layer].to(dtype, copy=True)
+                    vectors = self._turned(group, layer, cartridge, start)[there]
+                    stored = vectors.to(dtype, copy=True)
                     if isinstance(group.layer, Attention):
                         heads, fmt = group.layer.kv_heads, group.format
                         # As the layers spread them (kvist.model.mixers.attention).
@@ -124,6 +175,26 @@ class Shelf:
                         if spread.start < spread.stop:
                             stored[:, spread] = stored[:, spread] @ hadamard(stored.shape[2], dtype)
                     store.append(slot, stored, where)
+
+    def _turned(self, group: Group, layer: int, cartridge: Cartridge, start: int) -> Tensor:
+        """What a cartridge keeps of a layer, where its first token is to have position ``start``."""
+        stored = cartridge.layers[layer]
+        by = start - cartridge.manifest.position
+        decoder = self._runner.decoder
+        block = decoder.network.blocks[layer]
+        if isinstance(group.layer, Latent):
+            (rope,) = {block.mixer.rope}
+            keys = (slice(None), slice(None), slice(group.layer.rank, None))
+        else:
+            (rope,) = {net.rope for net in block.attention}
+            keys = (slice(None), slice(stored.shape[1] // 2), slice(None))
+        if not by or rope is None:
+            return stored
+        stored = stored.clone()
+        turned = stored[keys].contiguous()
+        decoder.rotaries[rope].onward(by).turn(turned, None)
+        stored[keys] = turned
+        return stored
 
     def named(self, name: str) -> Loaded:
         """The cartridge of this name.
@@ -137,20 +208,74 @@ class Shelf:
             raise InputError(f"cartridge: {name[:40]!r} is not loaded; loaded: {there}", key="cartridge")
         return found
 
-    def hold(self, name: str) -> Loaded:
-        """Count one more request on a cartridge.
+    def tokens(self, names: Seq[str]) -> int:
+        """Positions that cartridges take together.
 
         Raises:
-            InputError: there is none of this name.
+            InputError: there is none of one of these names.
         """
-        found = self.named(name)
+        return sum(self.named(name).tokens for name in names)
+
+    def hold(self, names: Seq[str]) -> Loaded | Joined:
+        """Count one more request on a cartridge, or on several, one behind the other.
+
+        Raises:
+            InputError: there is none of one of these names, or there are too many.
+            UnsupportedModel: keys of this model cannot be turned to follow others.
+            DoesNotFit: there is no room for those behind the first now.
+        """
+        parts = tuple(self.named(name) for name in names)
+        if not parts:
+            raise InputError("cartridge: an empty list; name one at least, or leave it out", key="cartridge")
+        found = parts[0] if len(parts) == 1 else self._joined.get(tuple(names)) or self._join(parts)
         found.users += 1
+        if isinstance(found, Joined):
+            for part in parts:
+                part.users += 1
         return found
 
-    def let_go(self, loaded: Loaded) -> None:
+    def _join(self, parts: tuple[Loaded, ...]) -> Joined:
+        network = self._runner.decoder.network
+        if network.positions is not None:
+            raise UnsupportedModel(
+                f"cartridge: {self._spec.name} adds learned positions to its embeddings, so that the keys of "
+                f"{parts[1].name!r} cannot be turned to the positions behind {parts[0].name!r}; name one cartridge",
+                key="cartridge",
+            )
+        for part in parts[1:]:
+            if part.cartridge.digest not in self._numbers:
+                self._numbers[part.cartridge.digest] = self._numbered
+                self._numbered += part.tokens
+        behind = [placeholders(part.tokens, self._numbers[part.cartridge.digest]) for part in parts[1:]]
+        first = parts[0].pin
+        pin = self._cache.pin(sum(part.size for part in behind), first.key, behind=first, tokens=np.concatenate(behind))
+        self._cache.filled(pin)
+        found = self._joined[tuple(part.name for part in parts)] = Joined(parts=parts, pin=pin)
+        return found
+
+    def store_joined(self) -> None:
+        """Store what follows others and is not in the arena yet; called between steps, before the next."""
+        for joined in self._joined.values():
+            if not joined.stored:
+                start = joined.parts[0].tokens
+                for part in joined.parts[1:]:
+                    self._store(part.cartridge, joined.pin, start)
+                    start += part.tokens
+                joined.stored = True
+
+    def let_go(self, held: Loaded | Joined) -> None:
         """Count one request fewer."""
-        loaded.users -= 1
-        self._end(loaded)
+        held.users -= 1
+        if isinstance(held, Loaded):
+            self._end(held)
+            return
+        if not held.users:
+            del self._joined[tuple(part.name for part in held.parts)]
+            # Nobody finds what was never stored there but lists like this one, which store it again.
+            self._cache.unpin(held.pin)
+        for part in held.parts:
+            part.users -= 1
+            self._end(part)
 
     def unload(self, name: str) -> None:
         """Forget a cartridge; its blocks go back once no request lives on it.
@@ -158,14 +283,26 @@ class Shelf:
         Raises:
             InputError: there is none of this name.
         """
-        loaded = self.hold(name)
+        loaded = self.named(name)
         del self.loaded[name]
         loaded.leaving = True
-        self.let_go(loaded)
+        self._end(loaded)
 
     def _end(self, loaded: Loaded) -> None:
         if loaded.leaving and not loaded.users:
             self._cache.unpin(loaded.pin)
+
+    def joined(self) -> list[dict[str, Any]]:
+        """Of each list that requests live on its names, tokens, users, and the bytes of what follows the first."""
+        return [
+            {
+                "names": list(names),
+                "tokens": joined.tokens,
+                "bytes": self._cache.held_bytes(joined.pin) - self._cache.held_bytes(joined.parts[0].pin),
+                "users": joined.users,
+            }
+            for names, joined in self._joined.items()
+        ]
 
     def snapshot(self) -> list[dict[str, Any]]:
         """Of each its name, document, tokens, bytes in the arena and users."""
@@ -182,6 +319,6 @@ class Shelf:
         ]
 
 
-def key_of(key: PrefixKey, cartridge: Cartridge) -> PrefixKey:
-    """The key of what is stored behind a cartridge."""
-    return replace(key, cartridge=cartridge.digest)
+def names_of(cartridge: str | Seq[str]) -> tuple[str, ...]:
+    """Names of one cartridge or of several, as requests give them."""
+    return (cartridge,) if isinstance(cartridge, str) else tuple(cartridge)

@@ -20,8 +20,6 @@ from kvist.units import counted, format_size
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")
 _DEFAULT_MAX_TOKENS = 256
-# There is one at most.
-_CARTRIDGE = "the"
 # Seconds: its time grows with the square of the length.
 _LONGEST_WITHOUT = 60.0
 
@@ -41,9 +39,9 @@ def generate(args: Namespace) -> int:
         given.setdefault("seed", randbits(63))
     params = SamplingParams(**{"max_tokens": _DEFAULT_MAX_TOKENS, "stop": tuple(args.stop or ()), **given})
     engine = Engine(*([args.model] if args.model else []), **_settings(args))
-    prompt, how = _prompt(engine, args.prompt, args.chat, begins=args.cartridge is None)
-    if args.cartridge is not None:
-        how += f", behind {engine.shelf.named(_CARTRIDGE).tokens} tokens of {args.cartridge}"
+    prompt, how = _prompt(engine, args.prompt, args.chat, begins=not args.cartridge)
+    if args.cartridge:
+        how += f", behind {engine.shelf.tokens(list(engine.shelf.loaded))} tokens of {' and '.join(args.cartridge)}"
     _note(f"{engine.model_id}, computing in {engine.dtype}, cache {engine.format}, {how}")
     try:
         made = _answer(engine, prompt, params, show=not args.json)
@@ -85,8 +83,8 @@ def _answer(
     answer = made.answer
     events: list[Event] = []
     started = perf_counter()
-    cartridge = _CARTRIDGE if _CARTRIDGE in engine.shelf.loaded else None
-    request = engine.submit(prompt, params, cartridge=cartridge, on_event=events.append)
+    cartridges = list(engine.shelf.loaded) or None
+    request = engine.submit(prompt, params, cartridge=cartridges, on_event=events.append)
     while answer.finish_reason is None:
         engine.step()
         now = perf_counter() - started
@@ -144,8 +142,8 @@ def _settings(args: Namespace) -> dict[str, Any]:
             settings[name] = value
     if format_said(args):
         settings["format"] = cache_format(args, args.dtype or best_dtype())
-    if args.cartridge is not None:
-        settings["cartridges"] = {_CARTRIDGE: args.cartridge}
+    if args.cartridge:
+        settings["cartridges"] = {str(number): file for number, file in enumerate(args.cartridge)}
     return settings
 
 

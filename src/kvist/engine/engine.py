@@ -26,16 +26,15 @@ import torch
 from kvist.cache.groups import DEFAULT_BLOCK_TOKENS, groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
-from kvist.cache.pinning import placeholders
 from kvist.cache.prefix import PrefixKey
 from kvist.engine.answer import Account, Answer, Event, FinishReason
-from kvist.engine.cartridges import Loaded, Shelf
+from kvist.engine.cartridges import Joined, Loaded, Shelf, names_of
 from kvist.engine.generation import Generation
 from kvist.engine.pruner import Pruner
 from kvist.engine.runner import Runner
 from kvist.engine.sampler import Sampled, Sampler, SamplingParams
 from kvist.engine.tokenizer import Tokenizer
-from kvist.errors import EngineFailure, InputError, UnsupportedModel
+from kvist.errors import DoesNotFit, EngineFailure, InputError, UnsupportedModel
 from kvist.model.families import network_of
 from kvist.model_files import locate
 from kvist.planning.capacity import DEFAULT_CHUNK, allocated_bytes, most_that_fit
@@ -163,7 +162,7 @@ class Engine:
         self._ids = itertools.count(1)
         self._events: deque[tuple[Generation, Event]] = deque()
         self.shelf = Shelf(limited, self.tokenizer, self.runner, self.cache)
-        self._on_cartridges: dict[str, Loaded] = {}
+        self._on_cartridges: dict[str, Loaded | Joined] = {}
         self._lock = threading.RLock()
         self._stepping = threading.Lock()
         self._recent: deque[tuple[float, int]] = deque(maxlen=256)
@@ -180,14 +179,14 @@ class Engine:
         """Most tokens, prompt and answer together, that a request may have."""
         return min(self.scheduler.limits.max_context, self.scheduler.longest() + 1)
 
-    def context_behind(self, cartridge: str) -> int:
-        """Most tokens, prompt and answer together, that a request may have behind a cartridge.
+    def context_behind(self, cartridge: str | Sequence[str]) -> int:
+        """Most tokens, prompt and answer together, that a request may have behind a cartridge, or several.
 
         Raises:
             InputError: there is none of this name.
         """
         with self._lock:
-            tokens = self.shelf.named(cartridge).tokens
+            tokens = self.shelf.tokens(names_of(cartridge))
             return min(self.scheduler.limits.max_context - tokens, self.scheduler.longest() + 1)
 
     @property
@@ -236,7 +235,7 @@ class Engine:
         *,
         cache_salt: str = "",
         evict: Pruning | str | None = None,
-        cartridge: str | None = None,
+        cartridge: str | Sequence[str] | None = None,
         on_event: Callable[[Event], None],
     ) -> str:
         """Queue a prompt of token ids and return the request's id; ``on_event`` is called by whoever steps.
@@ -246,12 +245,14 @@ class Engine:
             params: how tokens are sampled.
             cache_salt: keeps tenants apart.
             evict: how it is pruned; None: as the engine prunes.
-            cartridge: name of the trained cache behind which the prompt stands, at the positions after it.
+            cartridge: name of the trained cache behind which the prompt stands, at the positions after it; or names
+                of several, which follow one another in this order.
             on_event: is told every piece of the answer.
 
         Raises:
             InputError: the prompt is empty, too long or has unknown ids, or there is no such cartridge.
-            DoesNotFit: it could never fit; the message shows the sum.
+            UnsupportedModel: several cartridges, and keys of this model cannot be turned to follow others.
+            DoesNotFit: it could never fit; the message shows the sum. Or there is no room for a second cartridge now.
         """
         vocabulary: int = self.spec.config["vocab_size"]
         for token in prompt:
@@ -267,7 +268,7 @@ class Engine:
                 request = self.scheduler.add(request_id, list(prompt), params.max_tokens, key, pruning)
             else:
                 request = self._add_behind(
-                    cartridge, request_id, prompt, params.max_tokens, pruning, salted=bool(cache_salt)
+                    names_of(cartridge), request_id, prompt, params.max_tokens, pruning, salted=bool(cache_salt)
                 )
             try:
                 self._generations[request.id] = Generation(request, params, self.tokenizer, on_event)
@@ -296,7 +297,7 @@ class Engine:
 
     def _add_behind(
         self,
-        cartridge: str,
+        names: Sequence[str],
         request_id: str,
         prompt: Sequence[int],
         max_tokens: int | None,
@@ -304,28 +305,33 @@ class Engine:
         *,
         salted: bool,
     ) -> Request:
-        """Queue a prompt behind a cartridge. What a tenant says behind it is shared with nobody, itself included."""
-        loaded = self.shelf.hold(cartridge)
+        """Queue a prompt behind cartridges. What a tenant says behind them is shared with nobody, itself included."""
+        held = self.shelf.hold(names)
         try:
+            if isinstance(held, Joined) and not self.scheduler.all_fit():
+                raise DoesNotFit(
+                    f"memory: {' + '.join(names)} would take what requests before this one have been promised; ask "
+                    f"again later, or give the cache more"
+                )
             request = self.scheduler.add(
                 request_id,
-                [*placeholders(loaded.tokens).tolist(), *prompt],
+                [*held.placeholders.tolist(), *prompt],
                 max_tokens,
-                loaded.pin.key,
+                held.pin.key,
                 pruning,
-                pinned=loaded.tokens,
+                pinned=held.tokens,
                 apart=salted,
             )
         except BaseException:
-            self.shelf.let_go(loaded)
+            self.shelf.let_go(held)
             raise
-        self._on_cartridges[request_id] = loaded
+        self._on_cartridges[request_id] = held
         return request
 
     def _let_go(self, request: Request) -> None:
-        loaded = self._on_cartridges.pop(request.id, None)
-        if loaded is not None:
-            self.shelf.let_go(loaded)
+        held = self._on_cartridges.pop(request.id, None)
+        if held is not None:
+            self.shelf.let_go(held)
 
     def prefix_key(self, cache_salt: str) -> PrefixKey:
         """What a prompt must have in common with another, beside its tokens, to share its prefix."""
@@ -351,13 +357,13 @@ class Engine:
         params: SamplingParams | None = None,
         cache_salt: str = "",
         evict: Pruning | str | None = None,
-        cartridge: str | None = None,
+        cartridge: str | Sequence[str] | None = None,
         **sampling: Any,
     ) -> list[Answer]:
         """Answer prompts, texts or lists of token ids, together; the answers come in their order.
 
         ``sampling`` are the fields of :class:`SamplingParams`, in the place of ``params``; ``evict`` says how they are
-        pruned, where that is not as the engine prunes; ``cartridge`` names the trained cache before them.
+        pruned, where that is not as the engine prunes; ``cartridge`` names the trained cache before them, or several.
 
         Raises:
             InputError: a prompt or a parameter is wrong; nothing is queued then.
@@ -416,6 +422,7 @@ class Engine:
         batch = Batch([], [])
         try:
             with self._lock:
+                self.shelf.store_joined()
                 batch = self.scheduler.step()
                 now = time.perf_counter()
                 for chunk in batch.chunks:
@@ -520,6 +527,7 @@ class Engine:
                 "uptime_seconds": time.time() - self.started,
                 **self.scheduler.snapshot(self.tokenizer.decode),
                 "cartridges": self.shelf.snapshot(),
+                "joined": self.shelf.joined(),
                 "speed": {"tokens_per_second": self._tokens_per_second()},
             }
 

@@ -37,8 +37,8 @@ class EngineLoop:
         """Most tokens, prompt and answer together, that a request may have."""
         return self.engine.max_context
 
-    def context_behind(self, cartridge: str) -> int:
-        """Most tokens, prompt and answer together, that a request may have behind a cartridge."""
+    def context_behind(self, cartridge: str | Sequence[str]) -> int:
+        """Most tokens, prompt and answer together, that a request may have behind a cartridge, or several."""
         return self.engine.context_behind(cartridge)
 
     @property
@@ -75,7 +75,7 @@ class EngineLoop:
         *,
         cache_salt: str = "",
         evict: str | None = None,
-        cartridge: str | None = None,
+        cartridge: str | Sequence[str] | None = None,
         on_event: Callable[[Event], None],
     ) -> str:
         """Queue a request and return its id.

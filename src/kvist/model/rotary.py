@@ -91,6 +91,12 @@ class Rotary:
             sin=torch.cat((-sin, sin), dim=-1).to(dtype)[:, None],
         )
 
+    def onward(self, by: int) -> "Rotation":
+        """What turns vectors that were turned to their positions to those ``by`` further on; their lengths stay."""
+        angles = by * self.frequencies
+        cos, sin = angles.cos(), angles.sin()
+        return Rotation(cos=torch.cat((cos, cos))[None, None], sin=torch.cat((-sin, sin))[None, None])
+
 
 class Rotation:
     """Cosines and signed sines of a step's positions, each ``[tokens, 1, dim]``."""

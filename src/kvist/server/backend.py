@@ -22,6 +22,8 @@ a model.
     counters         {"requests", "finished", "preempted", "refused", "prompt_tokens", "output_tokens",
                       "hit_tokens", "query_tokens", "pruned_tokens", "pruned_blocks"}
     cartridges       [{"name", "document", "document_tokens", "tokens", "bytes", "users"}]: trained caches in the arena
+    joined           [{"names", "tokens", "bytes", "users"}]: lists that live requests name, one cartridge behind
+                     the other; their bytes are those behind the first
     speed            {"tokens_per_second"}
 
 ``block_states`` is one letter a block in the order of block ids, run-length coded as count and letter,
@@ -30,7 +32,7 @@ a model.
 share is named for each.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvist.engine.answer import Event
@@ -83,8 +85,8 @@ class Backend(Protocol):
         """Most tokens of one request, prompt and answer together."""
         ...
 
-    def context_behind(self, cartridge: str) -> int:
-        """Most tokens of one request behind a cartridge, prompt and answer together.
+    def context_behind(self, cartridge: str | Sequence[str]) -> int:
+        """Most tokens of one request behind a cartridge or several, prompt and answer together.
 
         Raises:
             InputError: there is no cartridge of this name.
@@ -113,7 +115,7 @@ class Backend(Protocol):
         *,
         cache_salt: str = "",
         evict: str | None = None,
-        cartridge: str | None = None,
+        cartridge: str | Sequence[str] | None = None,
         on_event: Callable[[Event], None],
     ) -> str:
         """Queue a request and return its id; ``on_event`` is called from the engine's thread.

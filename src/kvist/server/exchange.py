@@ -160,7 +160,7 @@ class Exchange:
         *,
         cache_salt: str,
         evict: str | None = None,
-        cartridge: str | None = None,
+        cartridge: str | Sequence[str] | None = None,
     ) -> None:
         """Hand one more choice to the engine.
 

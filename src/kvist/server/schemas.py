@@ -23,6 +23,7 @@ MAX_MESSAGES = 4096
 MAX_STOPS = 16
 MAX_STOP_IDS = 1024
 MAX_LOGPROBS = 20
+MAX_CARTRIDGES = 16
 
 NO_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
@@ -118,11 +119,13 @@ def _pruning(value: Any) -> Any:
     return value
 
 
-def _one_cartridge(value: Any) -> Any:
-    if isinstance(value, list):
-        raise _wrong(
-            "one name; the keys of a second cartridge would have to be turned to the positions behind the first"
-        )
+def _cartridges(value: Any) -> Any:
+    """Names of trained caches, in the order in which they stand before the prompt; null for none."""
+    names = [value] if isinstance(value, str) else value
+    if names is not None and not (
+        isinstance(names, list) and 1 <= len(names) <= MAX_CARTRIDGES and all(isinstance(name, str) for name in names)
+    ):
+        raise _wrong(f"must be a string, the name, or a list of 1 to {MAX_CARTRIDGES} names")
     return value
 
 
@@ -198,7 +201,7 @@ class GenerationRequest(BaseModel):
     user: str | None = None
     cache_salt: str = Field("", max_length=1024)
     evict: Annotated[str | None, BeforeValidator(_pruning)] = None
-    cartridge: Annotated[str | None, BeforeValidator(_one_cartridge)] = None
+    cartridge: Annotated[str | list[str] | None, BeforeValidator(_cartridges)] = None
 
     @model_validator(mode="before")
     @classmethod
