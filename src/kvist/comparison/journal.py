@@ -19,9 +19,9 @@ from kvist.errors import BadFile
 _MEASURED = tuple(each.name for each in fields(Row) if each.name not in ("setting", "dtype", "divergences"))
 
 
-def digest(model: str, dtype: str, pieces: Sequence[Piece]) -> str:
-    """Of everything that rows depend on, but for their settings."""
-    content = [model, dtype, *((piece.context, piece.following, piece.hidden) for piece in pieces)]
+def digest(model: str, dtype: str, pieces: Sequence[Piece], cartridges: Sequence[str] = ()) -> str:
+    """Of everything that rows depend on, but for their settings; ``cartridges`` are names and digests."""
+    content = [model, dtype, *((piece.context, piece.following, piece.hidden) for piece in pieces), *cartridges]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 

@@ -34,7 +34,8 @@ class Row:
         divergences: of the next token's distribution from the full cache's, in nats, of each token that followed.
         top1_agreement: share of the tokens at which both find the same likeliest.
         perplexity: on what followed.
-        needle: share of the facts whose answer was the likeliest token; the question came after pruning.
+        needle: share of the facts whose answer was the likeliest token; the question came after pruning. NaN, as the
+            three that follow, of a cartridge: facts are hidden in a text that it never saw.
         needle_known: the same; the question stood before the cache was pruned.
         choice: share of the facts whose answer was the likeliest of all that might be; the question came after.
         choice_known: the same; the question stood before.
@@ -82,7 +83,8 @@ class Row:
     def indistinct_from(self, other: "Row") -> bool:
         """Whether the two divergences differ by less than two standard errors of their difference, token by token."""
         difference = self._blocks() - other._blocks()
-        return abs(float(difference.mean())) < 2 * _error(difference)
+        # Of fewer tokens than a block nothing is known.
+        return difference.size > 0 and abs(float(difference.mean())) < 2 * _error(difference)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; ``format``, ``evict`` and what was measured."""
@@ -92,19 +94,23 @@ class Row:
             "format": f"{self.dtype}/{self.dtype}" if fmt is None else f"{fmt.key}/{fmt.value}",
             "rotate": fmt is not None and fmt.rotates,
             "evict": self.setting.evict,
-            "cartridge": None,
+            "cartridge": self.setting.cartridge,
             "bytes_per_token": round(self.bytes_per_token, 2),
             "memory_ratio": round(self.memory_ratio, 3),
             "kl": round(self.kl, 6),
             "kl_error": round(self.kl_error, 6) if isfinite(self.kl_error) else None,
             "top1_agreement": round(self.top1_agreement, 4),
             "perplexity": round(self.perplexity, 4),
-            "needle": round(self.needle, 4),
-            "needle_known": round(self.needle_known, 4),
-            "choice": round(self.choice, 4),
-            "choice_known": round(self.choice_known, 4),
+            "needle": _share(self.needle),
+            "needle_known": _share(self.needle_known),
+            "choice": _share(self.choice),
+            "choice_known": _share(self.choice_known),
             "decode_tokens_per_second": round(self.decode_tokens_per_second, 2),
         }
+
+
+def _share(value: float) -> float | None:
+    return round(value, 4) if isfinite(value) else None
 
 
 def _error(values: npt.NDArray[np.float64]) -> float:
@@ -157,18 +163,28 @@ def measure(
         told(done / steps)
 
     for number, piece in enumerate(pieces):
-        request = reader.read(piece.context, setting.pruning, answer=ANSWER + 1)
+        if setting.cartridge is None:
+            request = reader.read(piece.context, setting.pruning, answer=ANSWER + 1)
+        else:
+            request = reader.cartridge(setting.cartridge)
         held += reader.held_bytes(request)
         full += len(piece.context)
-        # The last of the context is read once more: behind it stands the first that follows.
-        logs = reader.behind(request, piece.following)[:-1]
-        following = torch.tensor(piece.following[1:])
+        compared = torch.tensor(piece.compared)
+        # Before each of them.
+        logs = reader.behind(request, piece.following)[compared - 1]
+        following = torch.tensor(piece.following)[compared]
         losses -= float(logs.gather(1, following[:, None]).double().sum())
         expected = logs if reference is None else reference.logs[number]
         divergences += F.kl_div(logs, expected, log_target=True, reduction="none").sum(1).double().tolist()
         agreed += int((logs.argmax(1) == expected.argmax(1)).sum())
         if reference is None:
             kept.append(logs)
+        if setting.cartridge is not None:
+            request = reader.read_behind(setting.cartridge, piece.following[:1], answer=ANSWER + 1)
+            seconds += reader.seconds_to_answer(request, piece.following[1], ANSWER)
+            reader.end(request)
+            step()
+            continue
         seconds += reader.seconds_to_answer(request, piece.following[0], ANSWER)
         reader.end(request)
         step()
@@ -183,6 +199,8 @@ def measure(
                 answers[2:] += _answer(reader.behind(request, fact.answer)[-1], fact)
                 reader.end(request)
             step()
+    if setting.cartridge is not None:
+        answers[:] = np.nan
     if setting.pruning is None:
         # Nothing is dropped: when a question was known makes no difference.
         answers[2:] = answers[:2]

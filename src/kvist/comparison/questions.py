@@ -3,6 +3,9 @@
 A fact reads ``Note: the colour of the lamp is green.`` It is put between two tokens of a piece, and asked for behind
 the piece: once by a question that nobody knew when the cache was pruned, and once by one that stood before it. Its
 answer is the likeliest token, or the likeliest of all the colours: multiple choice by likelihood.
+
+Where cartridges are compared, which stand for a whole text, the whole text is the context of every piece, and what
+follows it are questions about it with their answers.
 """
 
 from collections.abc import Sequence
@@ -10,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvist.cartridges.evaluation import Question, made_questions
+from kvist.cartridges.self_study import Writer
 from kvist.engine.tokenizer import Tokenizer
 from kvist.errors import InputError
 
@@ -48,12 +53,19 @@ class Piece:
         following: what comes behind them.
         hidden: the context with facts in it, as long.
         facts: these, by their depth.
+        weighed: indices of what follows whose distributions are compared; none: all but the first.
     """
 
     context: tuple[int, ...]
     following: tuple[int, ...]
     hidden: tuple[int, ...]
     facts: tuple[Fact, ...]
+    weighed: tuple[int, ...] = ()
+
+    @property
+    def compared(self) -> tuple[int, ...]:
+        """Indices of what follows whose distributions are compared."""
+        return self.weighed or tuple(range(1, len(self.following)))
 
 
 def pieces_of(tokenizer: Tokenizer, text: str, *, context: int, following: int, pieces: int, seed: int) -> list[Piece]:
@@ -93,6 +105,57 @@ def pieces_of(tokenizer: Tokenizer, text: str, *, context: int, following: int, 
                 following=tuple(own[context - len(begin) :]),
                 hidden=(*begin, *hidden),
                 facts=facts,
+            )
+        )
+    return found
+
+
+def asked_of(
+    tokenizer: Tokenizer,
+    text: str,
+    questions: Sequence[Question] | None,
+    *,
+    following: int,
+    pieces: int,
+    seed: int,
+) -> list[Piece]:
+    """A text as a whole, and conversations about it; facts are hidden in it as in other pieces.
+
+    Args:
+        tokenizer: the model's.
+        text: that is read.
+        questions: about it, in their order; None makes them of its sentences.
+        following: tokens of questions and answers behind it, in whole questions.
+        pieces: conversations; as many as there are questions for.
+        seed: of things and colours.
+
+    Raises:
+        InputError: the text is too short for the facts, or holds no sentence.
+    """
+    begin = tokenizer.encode("", special=True)
+    own = tokenizer.encode(text, parse_special=False)[len(begin) :]
+    if questions is None:
+        # The shortest question takes some ten tokens.
+        questions = made_questions(text, Writer(tokenizer), 1 + pieces * following // 10)
+    rng = np.random.default_rng(seed)
+    colours = _distinct(tokenizer)
+    found: list[Piece] = []
+    left = list(questions)
+    while left and len(found) < pieces:
+        tokens: list[int] = []
+        weighed: list[int] = []
+        while left and (not tokens or len(tokens) + len(left[0].tokens) <= following):
+            question = left.pop(0)
+            weighed += range(len(tokens) + question.answer, len(tokens) + len(question.tokens))
+            tokens += question.tokens
+        hidden, facts = _hide(tokenizer, own, colours, rng)
+        found.append(
+            Piece(
+                context=(*begin, *own),
+                following=tuple(tokens),
+                hidden=(*begin, *hidden),
+                facts=facts,
+                weighed=tuple(weighed),
             )
         )
     return found

@@ -1,7 +1,7 @@
 """A model with one cache that is read and asked at will: the engine's own scheduler, cache and pruner."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,13 +11,17 @@ from torch import Tensor
 from kvist.cache.groups import Group, groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
+from kvist.cache.prefix import PrefixKey
+from kvist.engine.cartridges import Shelf
 from kvist.engine.pruner import Pruner
 from kvist.engine.runner import Runner
+from kvist.engine.tokenizer import Tokenizer
 from kvist.errors import DoesNotFit
 from kvist.scheduler import Chunk, Limits, Request, Scheduler
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
 from kvist.spec.pruning import Pruning
+from kvist.store.cartridge_file import Cartridge
 from kvist.store.layouts import check_format
 
 CHUNK = 512
@@ -46,12 +50,25 @@ class Reader:
         fmt: None for the type of computation.
         dtype: ``f32``, ``bf16`` or ``f16``.
         most: tokens that are held at once.
+        cartridges: that stand for texts, by their names.
+
+    Raises:
+        InputError, BadFile: a cartridge is of another model, or its tensors are not what the model stores.
     """
 
-    def __init__(self, spec: ModelSpec, fmt: CacheFormat | None, *, dtype: str, most: int) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        fmt: CacheFormat | None,
+        *,
+        dtype: str,
+        most: int,
+        cartridges: Mapping[str, Cartridge] | None = None,
+    ) -> None:
         groups = stored_groups(spec, fmt, dtype)
         # A prompt, what stays of it, and what is asked behind it; and for every group a slab that is not full.
-        memory = 3 * sum(group.peak_blocks(most, CHUNK) * group.block_bytes for group in groups)
+        lengths = [most, most, most, *(cartridge.tokens for cartridge in (cartridges or {}).values())]
+        memory = sum(group.peak_blocks(length, CHUNK) * group.block_bytes for length in lengths for group in groups)
         largest = max(group.block_bytes for group in groups)
         layout = ArenaLayout.of(groups, memory + 16 * len(groups) * largest)
         self.runner = Runner(spec, groups, layout, dtype=dtype)
@@ -59,7 +76,28 @@ class Reader:
         limits = Limits(max_context=min(most, spec.max_context or most), max_batch_tokens=CHUNK)
         self.scheduler = Scheduler(manager=self.manager, limits=limits)
         self.pruner = Pruner(self.runner, self.scheduler)
+        self.shelf: Shelf | None = None
+        if cartridges:
+            self.shelf = Shelf(spec, Tokenizer.read(spec), self.runner, self.manager)
+            for name, cartridge in cartridges.items():
+                self.shelf.load(name, cartridge, PrefixKey())
         self._next = 0
+
+    def cartridge(self, name: str) -> Request:
+        """What a cartridge holds, to be read behind; it stays, and is never to be ended."""
+        assert self.shelf is not None
+        return Request(name, self.shelf.named(name).pin, 1)
+
+    def read_behind(self, name: str, tokens: Sequence[int], *, answer: int) -> Request:
+        """:meth:`read` behind a cartridge."""
+        assert self.shelf is not None
+        pin = self.shelf.named(name).pin
+        self._next += 1
+        prompt = np.concatenate((pin.tokens, np.array(tokens, np.int32)))
+        request = self.scheduler.add(str(self._next), prompt, answer + 1, pin.key, pinned=pin.pinned)
+        while request.sequence.length < len(prompt):
+            self._step()
+        return request
 
     def read(self, tokens: Sequence[int], pruning: Pruning | None, *, answer: int = 1) -> Request:
         """Compute a prompt as the engine does, and prune it; an answer of so many tokens may follow.

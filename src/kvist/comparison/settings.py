@@ -1,4 +1,4 @@
-"""What is compared: formats, and pruning methods with their budgets."""
+"""What is compared: formats, pruning methods with their budgets, and cartridges."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,15 +17,17 @@ class Setting:
     Attributes:
         format: of keys and values; None for the type of computation, the full cache's.
         pruning: None drops nothing.
+        cartridge: name of a trained cache in the place of the text; None reads it.
     """
 
     format: CacheFormat | None = None
     pruning: Pruning | None = None
+    cartridge: str | None = None
 
     @property
     def full(self) -> bool:
         """Whether nothing is shrunk."""
-        return self.format is None and self.pruning is None
+        return self.format is None and self.pruning is None and self.cartridge is None
 
     @property
     def evict(self) -> str:
@@ -37,6 +39,8 @@ class Setting:
         words = [] if self.format is None else [str(self.format)]
         if self.pruning is not None:
             words.append(str(self.pruning))
+        if self.cartridge is not None:
+            words.append(f"cartridge {self.cartridge}")
         return " + ".join(words) or f"{dtype}/{dtype}"
 
 
@@ -57,6 +61,9 @@ def every_format() -> list[Setting]:
     return [Setting(format=fmt) for fmt in dict.fromkeys(fmt for fmt in formats if fmt.rotates == fmt.rotate)]
 
 
-def together(formats: Sequence[CacheFormat], prunings: Sequence[Pruning]) -> list[Setting]:
-    """Each format with each pruning."""
-    return [Setting(format=fmt, pruning=pruning) for fmt in formats for pruning in prunings]
+def together(
+    formats: Sequence[CacheFormat], prunings: Sequence[Pruning], cartridges: Sequence[str] = ()
+) -> list[Setting]:
+    """Each format with each pruning, and with each cartridge."""
+    pruned = [Setting(format=fmt, pruning=pruning) for fmt in formats for pruning in prunings]
+    return [*pruned, *(Setting(format=fmt, cartridge=name) for fmt in formats for name in cartridges)]

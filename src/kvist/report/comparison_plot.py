@@ -5,7 +5,8 @@ from typing import Any
 
 from kvist.report.simulation_plot import check_plot, picture_settings, write_picture
 
-_FORMAT, _PRUNED, _BOTH, _LINE, _FRONT = "#0072b2", "#d55e00", "#7a4fc9", "#d5d8d0", "#59665f"
+_FORMAT, _PRUNED, _BOTH, _TRAINED = "#0072b2", "#d55e00", "#7a4fc9", "#009e73"
+_LINE, _FRONT = "#d5d8d0", "#59665f"
 LEAST = 1e-5
 """Divergences below are drawn here: the axis is logarithmic."""
 
@@ -28,9 +29,10 @@ def plot_comparison(content: Mapping[str, Any], path: str) -> None:
         front = sorted((row for row in rows if row["front"]), key=lambda row: row["bytes_per_token"])
         panel.plot(*_places(front), color=_FRONT, linewidth=1, linestyle="--", label="no other is smaller and closer")
         for colour, name, own in (
-            (_FORMAT, "formats", [row for row in rows if row["evict"] == "none"]),
+            (_FORMAT, "formats", [row for row in rows if row["evict"] == "none" and row["cartridge"] is None]),
             (_PRUNED, "pruning", [row for row in rows if row["evict"] != "none" and not _shrunk(content, row)]),
             (_BOTH, "both", [row for row in rows if row["evict"] != "none" and _shrunk(content, row)]),
+            (_TRAINED, "cartridges", [row for row in rows if row["cartridge"] is not None]),
         ):
             if own:
                 panel.errorbar(

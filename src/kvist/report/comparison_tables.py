@@ -24,10 +24,15 @@ def print_comparison(content: Mapping[str, Any]) -> None:
     rows: Sequence[Mapping[str, Any]] = content["rows"]
     print_table(_COLUMNS, [_cells(row) for row in rows], title=f"{content['model']}, computed in {content['dtype']}")
     pieces = counted(content["pieces"], "piece")
+    read = f"{pieces} of {content['context']:,} tokens, {content['following']:,} behind each."
+    where = "behind the pieces"
+    if content["asked"]:
+        read = f"the whole text of {content['context']:,} tokens, and questions behind it."
+        where = "of the answers"
     about = (
-        f"{pieces} of {content['context']:,} tokens, {content['following']:,} behind each. KiB a token as held in the "
+        f"{read} KiB a token as held in the "
         "arena, × how many times less. KL divergence from the full cache, agreement with its likeliest token, and "
-        "perplexity, behind the pieces. facts: share of hidden ones that were found, asked for after pruning / before. "
+        f"perplexity, {where}. facts: share of hidden ones that were found, asked for after pruning / before. "
         "● no other is smaller and closer."
     )
     print()
@@ -53,7 +58,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         f"{row['kl']:.4f}" if row["kl"] < 10 else f"{row['kl']:.1f}",
         f"{row['top1_agreement']:.1%}",
         f"{row['perplexity']:.2f}" if row["perplexity"] < 1e4 else f"{row['perplexity']:.1e}",
-        f"{row['needle']:.0%}{known}",
+        "–" if row["needle"] is None else f"{row['needle']:.0%}{known}",
         f"{row['decode_tokens_per_second']:.1f}",
     ]
 
