@@ -196,8 +196,7 @@ def test_products(kernels, kind, outputs, inputs, result):
         matrix.fill_codes(codes.codes, codes.scales, codes.minima)
     for rows in (1, 5, 8, 9, 16, 17, 33, 64, 70):
         x = torch.randn(rows, 2 * inputs).to(BF16)[:, :inputs]
-        # The matrix unit multiplies few rows with codes as they are, very few as bytes, in 15 bits below the largest of
-        # 32 inputs; else weights are rounded to bf16.
+        # Few rows are multiplied with codes as they are; else weights are rounded to bf16.
         in_bytes = kernels.amx and kind != "BF16" and rows <= 8
         exact = in_bytes or (kernels.amx and kind in ("Q4_0", "Q4_1") and rows <= 16)
         expected = x.double() @ (weight if exact else weight.to(BF16)).double().t() + bias.double()
@@ -211,9 +210,49 @@ def test_products(kernels, kind, outputs, inputs, result):
             expected = act * other
         found = matrix(x)
         assert found.dtype == (torch.float32 if result == "f32" else BF16)
-        # One rounding to bf16 at the end; in float32 only the order of the sum differs, and inputs as bytes.
-        bound = (2**-13 if in_bytes else 1e-5) if result == "f32" else 2**-8
+        # One rounding to bf16 at the end; in float32 only the order of the sum differs.
+        bound = 1e-5 if result == "f32" else 2**-8
         assert (found.double() - expected).abs().max() <= bound * expected.abs().max(), rows
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+@pytest.mark.parametrize("result", ["bf16", "f32"])
+def test_what_bytes_leave_of_inputs(kernels, kind, result):
+    """Of 32 inputs those far below the largest lose bits, by a bound that holds for every input; in float64."""
+    torch.manual_seed(3)
+    outputs, inputs = 64, 192
+    codes, weight = codes_of(kind, outputs, inputs)
+    matrix = Matrix(kernels, weight.shape, result, None, bits=codes.bits)
+    matrix.fill_codes(codes.codes, codes.scales, codes.minima)
+    one_each = torch.arange(inputs) % 32 == 5
+    for rows in range(1, 9):
+        spread = torch.randn(rows, inputs) * 2.0 ** torch.randint(-30, 1, (rows, inputs))
+        # A large input in every step, whose weight then hides nothing of the others: they have outputs of their own.
+        x = torch.where(one_each, torch.randn(rows, inputs).abs() + 1, spread).to(BF16)
+        groups = x.double().view(rows, -1, 32)
+        power = 2.0 ** groups.abs().amax(-1, keepdim=True).log2().floor()
+        exact = groups.abs() >= power * (2.0**-13 if result == "f32" else 2.0**-6)
+        lost = torch.where(exact, 0, power * (2.0**-21 if result == "f32" else 2.0**-14)).view(rows, inputs)
+        left, right = x.double(), (weight if kernels.amx else weight.to(BF16)).double().t()
+        bound = lost @ right.abs() if kernels.amx else 0
+        bound = bound + 1e-6 * (left.abs() @ right.abs())
+        if result == "bf16":
+            bound = bound + 2**-8 * (left @ right).abs()
+        assert ((matrix(x).double() - left @ right).abs() <= bound).all(), rows
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_inputs_that_are_no_numbers_make_results_that_are_none(kernels, value):
+    for kind in ("Q4_0", "Q8_0"):
+        codes, weight = codes_of(kind, 32, 96)
+        matrix = Matrix(kernels, weight.shape, "f32", None, bits=codes.bits)
+        matrix.fill_codes(codes.codes, codes.scales, codes.minima)
+        for rows in (1, 2, 3, 8, 9, 17):
+            x = torch.randn(rows, 96).to(BF16)
+            x[-1, 40] = value
+            found = matrix(x).isfinite()
+            assert not found[-1].any(), rows
+            assert found[:-1].all(), rows
 
 
 def test_large_and_negative_gates_stay_finite(kernels):
