@@ -80,6 +80,12 @@ def _add_users(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--shared-prefix", type=values.tokens(), metavar="N", help="tokens that every prompt begins with"
     )
+    command.add_argument(
+        "--cartridge",
+        type=values.tokens(),
+        metavar="N",
+        help="tokens of a trained cache, stored once, behind which every sequence begins",
+    )
 
 
 # What is said of the model as published beside a plan that overrides keys.
@@ -121,6 +127,7 @@ def run_plan(args: argparse.Namespace) -> int:
         users=args.users,
         lengths=args.lengths,
         shared_prefix=args.shared_prefix,
+        cartridge=args.cartridge,
         block_tokens=args.block,
         engine=args.engine,
         settings=None if args.set is None else dict(args.set),

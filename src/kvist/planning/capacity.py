@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.errors import DoesNotFit, InputError
+from kvist.planning.cartridge import pinned_blocks
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Cross
 from kvist.spec.model import ModelSpec
@@ -40,6 +41,7 @@ class Capacity:
         waste_paged: bytes in the blocks of ``users_paged`` that hold no token.
         sequence_blocks: blocks of one sequence at ``context`` in each group, one token in flight.
         prefill_chunk: most prompt tokens that the last of them can compute in one step beside the others.
+        pinned_blocks: blocks in each group of a cartridge that all of them share.
     """
 
     cache_bytes: int
@@ -54,6 +56,12 @@ class Capacity:
     waste_paged: int
     sequence_blocks: tuple[int, ...]
     prefill_chunk: int
+    pinned_blocks: tuple[int, ...] = ()
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of the blocks of the cartridge."""
+        return sum(count * group.block_bytes for count, group in zip(self.pinned_blocks, self.groups, strict=False))
 
     @property
     def sequence_allocated(self) -> int:
@@ -63,10 +71,13 @@ class Capacity:
     def require(self, users: int) -> None:
         """Raise :class:`DoesNotFit`, with the sum, unless ``users`` sequences of ``context`` fit."""
         if users > self.users_paged:
-            needed = self.layout.slabs_for([users * count for count in self.sequence_blocks]) * self.layout.slab_bytes
+            pinned = self.pinned_blocks or (0,) * len(self.groups)
+            counts = [once + users * count for once, count in zip(pinned, self.sequence_blocks, strict=True)]
+            needed = self.layout.slabs_for(counts) * self.layout.slab_bytes
+            beside = f", {format_size(self.pinned_bytes)} of a cartridge" if self.pinned_bytes else ""
             raise DoesNotFit(
                 f"{counted(users, 'user')} x {counted(self.context, 'token')} need {format_size(needed)} of blocks "
-                f"({format_size(self.sequence_allocated)} each); the cache of {format_size(self.cache_bytes)} "
+                f"({format_size(self.sequence_allocated)} each{beside}); the cache of {format_size(self.cache_bytes)} "
                 f"holds {self.users_paged:,}"
             )
 
@@ -91,6 +102,7 @@ def capacity_of(
     cache_bytes: int,
     context: int,
     chunk: int = DEFAULT_CHUNK,
+    cartridge: int = 0,
 ) -> Capacity:
     """Count what fits into ``cache_bytes``.
 
@@ -101,21 +113,30 @@ def capacity_of(
         cache_bytes: for the cache alone.
         context: tokens of each sequence, prompt and answer together.
         chunk: most prompt tokens that a step computes.
+        cartridge: tokens of a trained cache that is stored once, and behind which all sequences begin.
 
     Raises:
-        DoesNotFit: there is not one slab for each group.
-        InputError: no context, or no chunk.
+        DoesNotFit: there is not one slab for each group, or no room for the cartridge.
+        InputError: no context, or no chunk, or no cartridge can stand for what the groups keep.
     """
     for key, value in (("context", context), ("chunk", chunk)):
         if value < 1:
             raise InputError(f"{key}: {value} tokens; at least 1", key=key)
     layout = ArenaLayout.of(groups, cache_bytes)
     blocks = tuple(group.peak_blocks(context, 1) for group in groups)
+    pinned = pinned_blocks(groups, cartridge)
+    if layout.slabs_for(pinned) > layout.num_slabs:
+        needed = sum(count * group.block_bytes for count, group in zip(pinned, groups, strict=True))
+        raise DoesNotFit(
+            f"memory: a cartridge of {counted(cartridge, 'token')} takes {format_size(needed)}, and the cache has "
+            f"{format_size(cache_bytes)}"
+        )
 
     def fits(users: int, chunk: int) -> bool:
         """One of them still computes its prompt: only then are there chunks in flight, and one is the least."""
         counts = [
-            (users - 1) * count + group.peak_blocks(context, chunk) for group, count in zip(groups, blocks, strict=True)
+            once + (users - 1) * count + group.peak_blocks(context, chunk)
+            for group, count, once in zip(groups, blocks, pinned, strict=True)
         ]
         return layout.slabs_for(counts) <= layout.num_slabs
 
@@ -127,11 +148,12 @@ def capacity_of(
     encoder = sum(_encoder_bytes(group) for group in groups)
     reserved = spec.sequence_bytes(max(spec.max_context, context), fmt) + encoder
     needed = spec.sequence_bytes(context, fmt) + encoder
-    slab_users = cache_bytes // reserved if reserved else 0
+    once = sum(count * group.block_bytes for count, group in zip(pinned, groups, strict=True))
+    slab_users = (cache_bytes - once) // reserved if reserved else 0
     held = sum(count * group.block_bytes for count, group in zip(blocks, groups, strict=True))
     return Capacity(
         cache_bytes=cache_bytes,
-        cache_tokens=_tokens_held(groups, layout, blocks, context, users),
+        cache_tokens=_tokens_held(groups, layout, blocks, pinned, context, users),
         context=context,
         block_tokens=block_tokens,
         layout=layout,
@@ -142,6 +164,7 @@ def capacity_of(
         waste_paged=users * (held - needed),
         sequence_blocks=blocks,
         prefill_chunk=last_chunk,
+        pinned_blocks=pinned,
     )
 
 
@@ -166,8 +189,15 @@ def most_that_fit(fits: Callable[[int], bool], limit: int) -> int:
     return low
 
 
-def _tokens_held(groups: Sequence[Group], layout: ArenaLayout, blocks: Sequence[int], context: int, users: int) -> int:
-    """Tokens of as many sequences of ``context`` as fit, and of a shorter last one.
+def _tokens_held(
+    groups: Sequence[Group],
+    layout: ArenaLayout,
+    blocks: Sequence[int],
+    pinned: Sequence[int],
+    context: int,
+    users: int,
+) -> int:
+    """Tokens of as many sequences of ``context`` as fit, and of a shorter last one, beside what is pinned.
 
     Where every layer keeps every token it makes no difference how the tokens are spread over sequences that fill
     their blocks, and the number is that of the whole blocks.
@@ -178,7 +208,10 @@ def _tokens_held(groups: Sequence[Group], layout: ArenaLayout, blocks: Sequence[
         limit = context - 1
 
     def fits(length: int) -> bool:
-        counts = [users * count + group.peak_blocks(length, 1) for group, count in zip(groups, blocks, strict=True)]
+        counts = [
+            once + users * count + group.peak_blocks(length, 1)
+            for group, count, once in zip(groups, blocks, pinned, strict=True)
+        ]
         return layout.slabs_for(counts) <= layout.num_slabs
 
     return users * context + most_that_fit(fits, limit)

@@ -10,6 +10,7 @@ from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.errors import DoesNotFit
 from kvist.planning.capacity import Capacity, capacity_of, most_that_fit
+from kvist.planning.cartridge import pinned_blocks
 from kvist.planning.deployment import Cutting, Stage
 
 if TYPE_CHECKING:
@@ -69,6 +70,11 @@ class Demand(Protocol):
     """What users ask of a cache."""
 
     @property
+    def cutting(self) -> Cutting:
+        """How caches are cut."""
+        ...
+
+    @property
     def context(self) -> int:
         """Tokens of a sequence, on average in a mix."""
         ...
@@ -117,7 +123,10 @@ def capacity_at(cutting: Cutting, stage: Stage, cache: int, context: int) -> Cap
     Raises:
         DoesNotFit: there is not one slab for each group.
     """
-    return capacity_of(stage.spec, stage.fmt, stage.groups, cache_bytes=cache, context=context, chunk=cutting.chunk)
+    return capacity_of(
+        stage.spec, stage.fmt, stage.groups, cache_bytes=cache, context=context, chunk=cutting.chunk,
+        cartridge=cutting.cartridge,
+    )  # fmt: skip
 
 
 def shared_blocks(group: Group, tokens: int) -> int:
@@ -164,9 +173,9 @@ class SameLength:
     def least(self, stage: Stage, users: int) -> int:
         """Bytes of blocks that so many need on a rank."""
         needed = 0
-        for group in stage.groups:
+        for group, pinned in zip(stage.groups, pinned_blocks(stage.groups, self.cutting.cartridge), strict=True):
             once = shared_blocks(group, self.shared)
-            needed += (once + users * (group.peak_blocks(self.context, 1) - once)) * group.block_bytes
+            needed += (pinned + once + users * (group.peak_blocks(self.context, 1) - once)) * group.block_bytes
         return needed
 
     def count(self, stage: Stage, cache: int) -> StageUsers:
@@ -196,8 +205,8 @@ class SameLength:
         """Shared blocks are stored once; one sequence still computes its prompt, as :func:`capacity_of` has it."""
         chunk = min(min(group.block_tokens for group in stage.groups), self.context, self.cutting.chunk)
         counts = []
-        for group in stage.groups:
+        for group, pinned in zip(stage.groups, pinned_blocks(stage.groups, self.cutting.cartridge), strict=True):
             once = shared_blocks(group, shared)
             own, last = group.peak_blocks(self.context, 1) - once, group.peak_blocks(self.context, chunk) - once
-            counts.append(once + (users - 1) * own + last)
+            counts.append(pinned + once + (users - 1) * own + last)
         return layout.slabs_for(counts) <= layout.num_slabs

@@ -128,12 +128,14 @@ class Cutting:
         block_tokens: tokens of a block.
         chunk: most prompt tokens that a step computes.
         encoder_tokens: of an encoder's output, where its length is open.
+        cartridge: tokens of a trained cache that is stored once, and behind which all sequences begin.
     """
 
     fmt: CacheFormat
     block_tokens: int
     chunk: int
     encoder_tokens: int | None = None
+    cartridge: int = 0
 
     def groups(self, spec: ModelSpec, fmt: CacheFormat) -> tuple[Group, ...]:
         """The groups of what a rank remembers, in the format of its own layers."""

@@ -20,6 +20,13 @@ def explain_capacity(plan: Plan, budget: Budget) -> Iterator[Explained]:
         formula=f"whole blocks of {counted(budget.block_tokens, 'token')} in {budget.cache:,} B",
         source=_ARENA,
     )
+    if budget.cartridge:
+        yield Explained(
+            what=f"cartridge of {counted(budget.cartridge, 'token')}",
+            value=budget.cartridge_bytes,
+            formula="whole blocks of every group, stored once; a window holds those that the next query sees",
+            source="--cartridge, in the format of the cache",
+        )
     average = "the average user's" if budget.mix else "one user's"
     yield Explained(
         what=f"{average} blocks at {counted(budget.context, 'token')}",
@@ -80,10 +87,11 @@ def _devices(deployment: Deployment) -> Iterator[Explained]:
 def _users(plan: Plan, budget: Budget) -> Iterator[Explained]:
     certain = ", 99 % of the time" if budget.mix else ""
     how = "independent sequences at random moments" if budget.mix else "one of them in its prompt"
+    beside = f" beside {budget.cartridge_bytes:,} B of the cartridge" if budget.cartridge else ""
     yield Explained(
         what="users, paged",
         value=budget.users_paged,
-        formula=f"most that fit{certain}, {budget.sequence_allocated:,} B of blocks each, {how}",
+        formula=f"most that fit{certain}, {budget.sequence_allocated:,} B of blocks each{beside}, {how}",
         source=_ARENA,
     )
     if budget.users_prefix is not None:
@@ -95,10 +103,11 @@ def _users(plan: Plan, budget: Budget) -> Iterator[Explained]:
         )
     deployment = budget.deployment
     if deployment is None or deployment.machine.devices == 1:
-        longest = budget.mix.limit if budget.mix else max(plan.spec.max_context, budget.context)
+        longest = budget.mix.limit if budget.mix else max(plan.spec.max_context - budget.cartridge, budget.context)
         reserved = plan.spec.sequence_bytes(longest, plan.format) + (plan.cross_bytes or 0)
         encoder = " and the encoder" if plan.cross_bytes else ""
-        formula = f"{budget.cache:,} // {reserved:,} B of {counted(longest, 'token')}{encoder}"
+        left = f"({budget.cache:,} - {budget.cartridge_bytes:,})" if budget.cartridge else f"{budget.cache:,}"
+        formula = f"{left} // {reserved:,} B of {counted(longest, 'token')}{encoder}"
     else:
         formula = "the fewest that a stage's caches hold, on all replicas"
     yield Explained(

@@ -122,6 +122,9 @@ class Fit:
             slab_idle=max(0.0, 1 - tightest.sequence / tightest.reserved) if slab and tightest.reserved else 0.0,
             sequence_allocated=tightest.sequence,
             prefill_chunk=0 if capacity is None else capacity.prefill_chunk,
+            cartridge=self.cutting.cartridge,
+            cartridge_bytes=copies
+            * sum(0 if stage.capacity is None else stage.capacity.pinned_bytes for stage in self.stages),
             deployment=deployment,
             mix=self.demand.mix,
         )

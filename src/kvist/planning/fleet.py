@@ -192,7 +192,14 @@ def _speed(
     deployment = Deployment(machine=machine, stages=shape.stages, sampled=min(users, MAX_SAMPLED), notes=())
     try:
         return speed_of(
-            spec, fmt, deployment, weights, users=users, context=demand.context, prompt=demand.prompt, fills=False
+            spec,
+            fmt,
+            deployment,
+            weights,
+            users=users,
+            context=demand.context + demand.cutting.cartridge,
+            prompt=demand.prompt,
+            fills=False,
         )
     except InputError:
         return None

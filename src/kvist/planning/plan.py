@@ -88,6 +88,8 @@ class Budget:
             ``bandwidth`` or ``compute``.
         deployment: the devices, and where the memory of each goes.
         mix: the lengths, where they are many.
+        cartridge: tokens of a trained cache behind which all users begin, no part of ``context``; 0 for none.
+        cartridge_bytes: of its blocks, stored once on each replica.
     """
 
     memory: int
@@ -109,6 +111,8 @@ class Budget:
     binds: str = "cache"
     deployment: "Deployment | None" = None
     mix: "Mix | None" = None
+    cartridge: int = 0
+    cartridge_bytes: int = 0
 
     @property
     def users(self) -> int:
@@ -132,6 +136,8 @@ class Budget:
             "slab_idle_ratio": self.slab_idle,
             "binds": self.binds,
         }
+        if self.cartridge:
+            answer["cartridge"] = {"tokens": self.cartridge, "bytes": self.cartridge_bytes}
         if self.users_mean is not None:
             answer["users_mean"] = self.users_mean.to_dict()
         if self.mix is not None:

@@ -45,6 +45,7 @@ def plan(
     users: int | None = None,
     lengths: str | Path | None = None,
     shared_prefix: int | str | None = None,
+    cartridge: int | str | None = None,
     block_tokens: int | None = None,
     chunk: int | None = None,
     engine: str | None = None,
@@ -72,6 +73,8 @@ def plan(
         users: how many must fit.
         lengths: file of lengths or trace, see :func:`kvist.planning.lengths.read_lengths`.
         shared_prefix: tokens that every prompt begins with.
+        cartridge: tokens of a trained cache in the place of a document, stored once; every sequence stands behind it,
+            and ``context`` counts what does. Rounded up to whole blocks.
         block_tokens: tokens of a block; the engine's default where left out.
         chunk: most prompt tokens that a step computes; the engine's default where left out.
         engine: whose accounting to show: ``kvist``, ``vllm``, ``sglang``, ``llama.cpp``, ``transformers``.
@@ -98,8 +101,8 @@ def plan(
             f"settings: {next(iter(settings))} is a setting of no engine; name it with `engine`", key="settings"
         )
     counting = {
-        "context": context, "lengths": lengths, "shared_prefix": shared_prefix, "block_tokens": block_tokens,
-        "chunk": chunk,
+        "context": context, "lengths": lengths, "shared_prefix": shared_prefix, "cartridge": cartridge,
+        "block_tokens": block_tokens, "chunk": chunk,
     }  # fmt: skip
     placing = {"engine": engine, "tp": tp, "pp": pp, "overhead": overhead}
     from_memory = any(value is not None for value in (gpu, memory, cache_memory))
@@ -125,6 +128,11 @@ def plan(
         return result
     on_device = gpu is not None or not from_memory
     cutting = _cutting(result, block_tokens, chunk, on_device=on_device)
+    if cartridge is not None:
+        from kvist.planning.cartridge import behind, refuse_beside
+
+        refuse_beside(cartridge, lengths=lengths, engine=engine)
+        cutting = behind(spec, cutting, cartridge, most=_most(spec))
     demand = _demand(spec, cutting, context, lengths, shared_prefix)
     result = replace(result, notes=(*result.notes, *_demand_notes(spec, demand)))
     if not from_memory:
@@ -194,14 +202,15 @@ def _demand(
 
     shared = 0 if shared_prefix is None else parse_tokens(shared_prefix, key="shared_prefix")
     if lengths is None:
-        length = _context(spec, context)
+        length = _context(spec, context, behind=cutting.cartridge)
         if shared >= length:
             raise InputError(
                 f"shared_prefix: {counted(shared, 'token')} of sequences of {length:,}; fewer, as each "
                 "has a token of its own",
                 key="shared_prefix",
             )
-        return SameLength(cutting=cutting, context=length, limit=max(spec.max_context, length), shared=shared)
+        limit = max(spec.max_context - cutting.cartridge, length)
+        return SameLength(cutting=cutting, context=length, limit=limit, shared=shared)
     from kvist.planning.lengths import read_lengths
     from kvist.planning.mix import Mix
     from kvist.planning.mixed import MixedLengths
@@ -212,7 +221,7 @@ def _demand(
 
 def _demand_notes(spec: ModelSpec, demand: "Demand") -> tuple[str, ...]:
     notes = []
-    if demand.limit > spec.max_context:
+    if demand.limit + demand.cutting.cartridge > spec.max_context:
         notes.append(f"the longest context of {spec.name} is not published; {spec.max_context:,} tokens are assumed")
     mix = demand.mix
     if mix is None:
@@ -270,7 +279,8 @@ def _with_speed(result: Plan, found: "Fit", weights: "Weights | None", users: in
         return replace(result, notes=(*result.notes, f"no speed: {weights.reason}"))
     try:
         speed = speed_of(
-            result.spec, result.format, found.deployment, weights, users=planned, context=found.demand.context,
+            result.spec, result.format, found.deployment, weights, users=planned,
+            context=found.demand.context + found.cutting.cartridge,
             prompt=found.demand.prompt, fills=planned >= found.best.safe,
         )  # fmt: skip
     except InputError as error:
@@ -355,16 +365,18 @@ def _whole(key: str, value: object, *, most: int) -> int:
     return value
 
 
-def _context(spec: ModelSpec, context: int | str | None) -> int:
+def _context(spec: ModelSpec, context: int | str | None, *, behind: int = 0) -> int:
     if context is None:
-        return min(DEFAULT_CONTEXT, spec.max_context)
+        return max(1, min(DEFAULT_CONTEXT, spec.max_context - behind))
     count = parse_tokens(context, key="context")
-    # A limit that nobody published keeps nobody out.
-    most = spec.max_context if _limit_is_published(spec) else MAX_TOKENS
+    most = _most(spec) - behind
     if not 1 <= count <= most:
-        raise InputError(f"context: {counted(count, 'token')}; {spec.name} allows 1 to {most:,}", key="context")
+        aside = f" behind a cartridge of {behind:,}" if behind else ""
+        raise InputError(f"context: {counted(count, 'token')}; {spec.name} allows 1 to {most:,}{aside}", key="context")
     return count
 
 
-def _limit_is_published(spec: ModelSpec) -> bool:
-    return all(entry.key != "max_position_embeddings" for entry in spec.assumed)
+def _most(spec: ModelSpec) -> int:
+    """Longest sequence; a limit that nobody published keeps nobody out."""
+    published = all(entry.key != "max_position_embeddings" for entry in spec.assumed)
+    return spec.max_context if published else MAX_TOKENS

@@ -30,6 +30,16 @@ def print_capacity(budget: Budget, speed: Speed | None) -> None:
             "cache",
             f"{format_size(budget.cache)}: {counted(budget.cache_tokens, 'token')} in blocks of {budget.block_tokens}",
         ),
+        *(
+            [
+                (
+                    "cartridge",
+                    f"{format_size(budget.cartridge_bytes)} of {counted(budget.cartridge, 'token')}, once for all",
+                )
+            ]
+            if budget.cartridge
+            else []
+        ),
         ("one user", f"{format_size(budget.sequence_allocated)} {average} at {counted(budget.context, 'token')}"),
     ]
     if budget.mix is not None:
