@@ -23,6 +23,7 @@ SOURCES = (
     "cpu_matrix_bytes.cpp",
     "cpu_matrix_few.cpp",
     "cpu_merge.cpp",
+    "cpu_move.cpp",
     "cpu_pack.cpp",
     "cpu_plan.cpp",
     "cpu_portable.cpp",

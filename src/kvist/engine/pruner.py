@@ -1,10 +1,11 @@
 """When requests are pruned, and by what they have been seen to attend to.
 
-A request that is pruned is watched while it is computed: of its queries those that its method looks at are weighed
-against all keys before them (:func:`kvist.kernels.pruning.column_sums`). Prompts are weighed layer by layer, while
-attention runs; of answers the queries are put aside, and weighed many at a time. After a step that ends where a request
-is due (:meth:`kvist.spec.pruning.PruningPlan.due`) its slots are chosen, the cache manager gives blocks back, and the
-runner moves what is kept.
+A request that is pruned is watched while it is computed: of the queries that its method looks at it is added up what
+they weigh each key before them. Where a method looks at all of a chunk, attention does that on its way, if its kernels
+can; else these queries are weighed behind it, layer by layer (:mod:`kvist.kernels.pruning`). Of answers the queries are
+put aside, and weighed many at a time. After a step that ends where a request is due
+(:meth:`kvist.spec.pruning.PruningPlan.due`) its slots are chosen, the cache manager gives blocks back, and the runner
+moves what is kept.
 
 Sums and positions take 8 bytes a layer, KV head and slot outside the arena, of methods that look at attention.
 """
@@ -18,10 +19,10 @@ from kvist.cache.sequence import Sequence
 from kvist.engine.runner import Runner
 from kvist.kernels.attention import PagedMemory
 from kvist.kernels.cpu import PagedAttention
-from kvist.kernels.pruning import Observed, column_sums, select
+from kvist.kernels.pruning import Observed, Weighing, select
 from kvist.scheduler import Chunk, Request, Scheduler
 from kvist.spec.pruning import SLACK, PruningPlan
-from kvist.store.survivors import Keys
+from kvist.store.layouts import Index
 
 
 class Pruner:
@@ -42,32 +43,40 @@ class Pruner:
 
     def watch(self, chunks: Seq[Chunk]) -> "_Step | None":
         """What looks at the queries of a step with these chunks; None where nobody needs it."""
-        parts: list[_Part] = []
+        step = _Step()
         row = 0
-        for chunk in chunks:
+        for place, chunk in enumerate(chunks):
             plan = chunk.request.sequence.pruning
             if plan is not None and plan.method.observes:
-                part = self._part(plan, chunk, row)
-                if part is not None:
-                    parts.append(part)
+                self._look(step, plan, chunk, place, row)
             row += chunk.count
-        self._later = [part.watched for part in parts if part.later]
-        return _Step(parts) if parts else None
+        self._later = [part.watched for part in step.parts if part.weighings is None]
+        return step if step.parts or step.sums else None
 
-    def _part(self, plan: PruningPlan, chunk: Chunk, row: int) -> "_Part | None":
-        """The queries of a chunk that are looked at."""
+    def _look(self, step: "_Step", plan: PruningPlan, chunk: Chunk, place: int, row: int) -> None:
+        """Let a step look at those queries of a chunk that its method does, if any."""
         end = chunk.start + chunk.count
         first = max(chunk.start, plan.prompt - plan.method.observes)
         if first >= end or (not plan.method.bounded and (chunk.start >= plan.prompt or plan.keep >= plan.prompt)):
-            return None
+            return
         request = chunk.request
         watched = self._watched.get(request.id)
         if watched is None or watched.end != chunk.start:
             watched = self._watched[request.id] = _Watched(self, request.sequence, first)
         watched.end = end
         rows = slice(row + first - chunk.start, row + chunk.count)
-        later = chunk.count == 1 and chunk.start >= plan.prompt
-        return _Part(watched, rows, end - request.sequence.pruned, later=later)
+        if chunk.count == 1 and chunk.start >= plan.prompt:
+            step.parts.append(_Part(watched, rows, None))
+            return
+        slots, weighings = end - request.sequence.pruned, {}
+        for number, tally in watched.tallies.items():
+            tally.make_room(slots)
+            if first == chunk.start and tally.memory.draws:
+                step.sums[number, place] = tally.sums
+            else:
+                weighings[number] = tally.weighing(request.sequence.tables[number], slots, end - first)
+        if weighings:
+            step.parts.append(_Part(watched, rows, weighings))
 
     def prune(self, chunks: Seq[Chunk]) -> None:
         """Prune those of a step's requests that are due; the step has been committed."""
@@ -131,7 +140,7 @@ class _Watched:
         """Weigh the queries that were put aside; no key that they saw has been dropped since."""
         slots = self.sequence.length - self.sequence.pruned
         for number, tally in self.tallies.items():
-            tally.weigh(Keys(tally.store, self.sequence.tables[number], slots, tally.dtype))
+            tally.weigh(self.sequence.tables[number], slots)
 
 
 class _Tally:
@@ -146,38 +155,36 @@ class _Tally:
     def __init__(self, runner: Runner, number: int) -> None:
         memory = runner.memories[number]
         assert isinstance(memory, PagedAttention | PagedMemory)
-        self.store = memory.store
-        self.scores = memory.scores
+        self.memory = memory
         self.dtype = runner.decoder.dtype
-        self.layers = len(self.store.group.layers)
-        self.sums = torch.zeros(self.layers, self.store.kv_heads, 0)
+        self.layers, kv_heads = len(memory.store.group.layers), memory.store.kv_heads
+        self.sums = torch.zeros(self.layers, kv_heads, 0)
         self.positions: Tensor | None = None
         self.sinks: dict[int, Tensor | None] = {}
-        self.aside: list[Tensor | None] = [None] * self.layers
+        self.aside: Tensor | None = None
         self.held = 0
 
-    def add(self, slot: int, queries: Tensor, keys: Keys, sinks: Tensor | None) -> None:
-        """Weigh the queries ``[queries, repeats, kv_heads, dim]`` of the last of these keys."""
-        self.make_room(keys.tokens)
-        read = keys.read(slot)
-        found = column_sums(queries, read, self.scores, sinks, scratch=self.store.scratch)
-        self.sums[slot, :, : keys.tokens] += found
+    def weighing(self, table: Index, slots: int, queries: int) -> Weighing:
+        """What adds to the sums, layer by layer, what the last queries of so many slots weigh."""
+        return Weighing(self.memory, table, slots, queries, self.sums, self.dtype)
 
-    def put_aside(self, slot: int, query: Tensor, sinks: Tensor | None) -> None:
-        """Keep one query ``[1, repeats, kv_heads, dim]`` for later."""
-        aside = self.aside[slot]
-        if aside is None:
-            aside = self.aside[slot] = query.new_empty(SLACK, *query.shape[1:])
-            self.sinks[slot] = sinks
-        aside[self.held : self.held + 1] = query
+    def put_aside(self, slots: slice, queries: Tensor, sinks: Tensor | None) -> None:
+        """Keep one query of some layers, ``[layers, repeats, kv_heads, dim]``, for later."""
+        if self.aside is None:
+            self.aside = queries.new_empty(self.layers, SLACK, *queries.shape[1:])
+        self.aside[slots, self.held] = queries
+        if sinks is not None:
+            self.sinks[slots.start] = sinks
 
-    def weigh(self, keys: Keys) -> None:
-        """Weigh what was put aside: queries of the last of these keys."""
+    def weigh(self, table: Index, slots: int) -> None:
+        """Weigh what was put aside: queries of the last of so many slots."""
         if not self.held:
             return
-        for slot, aside in enumerate(self.aside):
-            assert aside is not None
-            self.add(slot, aside[: self.held], keys, self.sinks[slot])
+        assert self.aside is not None
+        self.make_room(slots)
+        weighing = self.weighing(table, slots, self.held)
+        for slot, queries in enumerate(self.aside[:, : self.held]):
+            weighing.add(slot, queries, self.sinks.get(slot))
         self.held = 0
 
     def make_room(self, slots: int) -> None:
@@ -210,41 +217,48 @@ class _Tally:
 
 
 class _Part:
-    """The queries of one request that a step looks at.
+    """The queries of one request that a step looks at behind attention.
 
     Args:
         watched: the request.
         rows: theirs in the step; they end with the chunk.
-        slots: keys up to the last of them.
-        later: they are put aside.
+        weighings: of each group; None: they are put aside.
     """
 
-    def __init__(self, watched: _Watched, rows: slice, slots: int, *, later: bool) -> None:
+    def __init__(self, watched: _Watched, rows: slice, weighings: dict[int, Weighing] | None) -> None:
         self.watched = watched
         self.rows = rows
-        self.later = later
-        sequence = watched.sequence
-        self.keys = {}
-        if not later:
-            self.keys = {
-                number: Keys(tally.store, sequence.tables[number], slots, tally.dtype)
-                for number, tally in watched.tallies.items()
-            }
+        self.weighings = weighings
 
 
 class _Step:
-    """Looks at the queries of one step."""
+    """Looks at the queries of one step.
 
-    def __init__(self, parts: list[_Part]) -> None:
-        self.parts = parts
+    Attributes:
+        parts: at which it looks behind attention.
+        sums: to which attention adds: of a group and the place of a chunk.
+    """
 
-    def see(self, group: int, slot: int, queries: Tensor, sinks: Tensor | None) -> None:
+    def __init__(self) -> None:
+        self.parts: list[_Part] = []
+        self.sums: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def looks(self) -> bool:
+        """As :attr:`kvist.model.mixers.places.Observer.looks`."""
+        return bool(self.parts)
+
+    def drawn(self, group: int, place: int) -> Tensor | None:
+        """As :meth:`kvist.model.mixers.places.Observer.drawn`."""
+        return self.sums.get((group, place))
+
+    def see(self, group: int, slots: slice, queries: Tensor, sinks: Tensor | None) -> None:
         """As :meth:`kvist.model.mixers.places.Observer.see`."""
         for part in self.parts:
-            tally = part.watched.tallies.get(group)
-            if tally is None:
-                continue
-            if part.later:
-                tally.put_aside(slot, queries[part.rows], sinks)
-            else:
-                tally.add(slot, queries[part.rows], part.keys[group], sinks)
+            if part.weighings is None:
+                tally = part.watched.tallies.get(group)
+                if tally is not None:
+                    tally.put_aside(slots, queries[:, part.rows.start], sinks)
+            elif group in part.weighings:
+                for slot, seen in enumerate(queries[:, part.rows], slots.start):
+                    part.weighings[group].add(slot, seen, sinks)

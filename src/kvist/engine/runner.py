@@ -19,6 +19,7 @@ from kvist.kernels.attention import PagedMemory
 from kvist.kernels.cpu import PagedAttention, attention_kernels
 from kvist.kernels.dense import Scores
 from kvist.kernels.latent import LatentMemory
+from kvist.kernels.moving import move
 from kvist.kernels.portable import PortableAttention
 from kvist.kernels.sharing import sharing_order
 from kvist.kernels.spans import Span
@@ -33,7 +34,6 @@ from kvist.spec.model import ModelSpec
 from kvist.store.layouts import PagedKV, PagedLatents, Scratch, check_format
 from kvist.store.states import StateSpan, StateStore
 from kvist.store.stores import Store, store_of
-from kvist.store.survivors import move
 from kvist.units import format_size
 
 Memory = PagedMemory | PagedAttention | LatentMemory | StateStore
@@ -139,7 +139,7 @@ class Runner:
             last = int(moved.target[-1])
             if moved.group in self.unclean and last not in moved.source:
                 self._zero(moved.group, last)
-            move(store, moved.source, moved.target, kept)
+            move(store, moved.source, moved.target, kept, attention_kernels(self.decoder.dtype))
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks, all layers of their group: what a fork needs before either sequence goes on."""
@@ -189,22 +189,31 @@ class Runner:
         last_row = np.empty(len(chunks), np.int64)
         last_row[order] = ends - 1
         sampled = last_row[[chunk.samples for chunk in chunks]]
+        observer = None if self.watch is None else self.watch(ordered)
         return Step(
             tokens=torch.from_numpy(tokens.astype(np.int64)),
             positions=torch.from_numpy(positions),
-            plans=[self._plan(number, memory, ordered) for number, memory in enumerate(self.memories)],
+            plans=[self._plan(number, memory, ordered, observer) for number, memory in enumerate(self.memories)],
             sampled=torch.from_numpy(sampled),
-            observer=None if self.watch is None else self.watch(ordered),
+            observer=observer,
         )
 
-    def _plan(self, number: int, memory: Memory, chunks: Sequence[Chunk]) -> Plan:
+    def _plan(self, number: int, memory: Memory, chunks: Sequence[Chunk], observer: Observer | None) -> Plan:
         parts = [(chunk.request.sequence, chunk.start, chunk.count) for chunk in chunks]
         if isinstance(memory, StateStore):
             return memory.plan(
                 [StateSpan(table=s.tables[number], start=start, count=count) for s, start, count in parts]
             )
         return memory.plan(
-            [Span(table=s.tables[number], start=start - s.dropped[number], count=count) for s, start, count in parts]
+            [
+                Span(
+                    table=s.tables[number],
+                    start=start - s.dropped[number],
+                    count=count,
+                    drawn=None if observer is None else observer.drawn(number, place),
+                )
+                for place, (s, start, count) in enumerate(parts)
+            ]
         )
 
 

@@ -28,26 +28,39 @@ class Geometry:
         repeats: int,
     ) -> None: ...
 
-class Plan:
+class Segment:
     def __init__(
         self,
         *,
         geometry: Geometry,
+        arena: int,
+        layers: list[int],
+        blocks: _Numbers,
+        begin: _Numbers,
+        count: _Numbers,
+        seen: _Numbers,
+    ) -> None: ...
+
+class Plan:
+    def __init__(
+        self,
+        *,
+        segments: list[Segment],
+        open: int,
         scale: float,
         softcap: float,
         window: int,
-        blocks: _Numbers,
-        begin: _Numbers,
-        start: _Numbers,
-        count: _Numbers,
         runs: _Numbers,
+        sealed: _Numbers,
+        drawn: list[int] = ...,
     ) -> None: ...
-    def attend(self, amx: bool, arena: int, q: int, q_stride: int, kv: int, kv_stride: int, out: int, /) -> None: ...
+    def attend(self, amx: bool, slot: int, q: int, q_stride: int, kv: int, kv_stride: int, out: int, /) -> None: ...
+    def weigh(self, amx: bool, slot: int, q: int, q_stride: int, /) -> None: ...
     def attend_anywhere(
         self,
         build: int,
         type: int,
-        arena: int,
+        slot: int,
         q: int,
         q_stride: int,
         kv: int,
@@ -86,8 +99,6 @@ class Chain:
         self,
         amx: bool,
         plans: list[Plan | None],
-        arenas: list[int],
-        layer_bytes: list[int],
         tables: list[int],
         stream: int,
         change: int,
@@ -96,6 +107,19 @@ class Chain:
         /,
     ) -> None: ...
 
+def move_kept(
+    arena: int,
+    layer_bytes: int,
+    layers: int,
+    kv_heads: int,
+    block_tokens: int,
+    pieces: _Numbers,
+    source: _Numbers,
+    target: _Numbers,
+    kept: int,
+    count: int,
+    /,
+) -> None: ...
 def rotate(
     x: int, rows: int, stride: int, heads: int, dim: int, cos: int, sin: int, weight: int, eps: float, /
 ) -> None: ...

@@ -160,6 +160,9 @@ class PagedMemory:
         dtype: of queries, keys and values.
     """
 
+    # Whether attention tells keys what they draw.
+    draws = False
+
     def __init__(self, store: PagedVectors, scores: Scores, dtype: torch.dtype) -> None:
         self.store = store
         self.scores = scores

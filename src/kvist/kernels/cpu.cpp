@@ -114,7 +114,7 @@ NB_MODULE(_cpu, m) {
     nb::class_<Plan>(m, "Plan")
         .def("__init__",
              [](Plan* self, const nb::list& segments, int open, float scale, float softcap, std::int64_t window,
-                const Numbers& runs, const Numbers& sealed) {
+                const Numbers& runs, const Numbers& sealed, const std::vector<std::int64_t>& drawn) {
                  new (self) Plan{};
                  std::vector<Tables> tables;
                  for (nb::handle segment : segments) {
@@ -133,13 +133,24 @@ NB_MODULE(_cpu, m) {
                  for (std::size_t i = 0; i + 4 <= sealed.size(); i += 4)
                      self->sealed.push_back({from.offset(sealed(i)), to.offset(sealed(i + 2)),
                                              static_cast<int>(sealed(i + 1)), static_cast<int>(sealed(i + 3))});
-                 make_plan(*self, tables, shared);
+                 std::vector<int> which(tables.front().count.size(), -1);
+                 for (std::size_t i = 0; i + 4 <= drawn.size(); i += 4) {
+                     which.at(drawn[i]) = static_cast<int>(self->drawn.size());
+                     self->drawn.push_back({at<float>(drawn[i + 1]), drawn[i + 2], drawn[i + 3]});
+                 }
+                 make_plan(*self, tables, shared, which);
              },
-             nb::kw_only(), "segments"_a, "open"_a, "scale"_a, "softcap"_a, "window"_a, "runs"_a, "sealed"_a)
+             nb::kw_only(), "segments"_a, "open"_a, "scale"_a, "softcap"_a, "window"_a, "runs"_a, "sealed"_a,
+             "drawn"_a = std::vector<std::int64_t>())
         .def("attend",
              [](Plan& self, bool amx, int slot, std::uintptr_t q, std::int64_t q_stride, std::uintptr_t kv,
                 std::int64_t kv_stride, std::uintptr_t out) {
                  avx512::attend(self, team, amx, slot, at<bf16>(q), q_stride, at<bf16>(kv), kv_stride, at<bf16>(out));
+             },
+             nb::call_guard<nb::gil_scoped_release>())
+        .def("weigh",
+             [](Plan& self, bool amx, int slot, std::uintptr_t q, std::int64_t q_stride) {
+                 avx512::weigh(self, team, amx, slot, at<bf16>(q), q_stride);
              },
              nb::call_guard<nb::gil_scoped_release>())
         .def("attend_anywhere",
@@ -215,6 +226,18 @@ NB_MODULE(_cpu, m) {
             nb::gil_scoped_release released;
             self.run(team, amx, given, factors, at<bf16>(stream), at<bf16>(change), at<bf16>(kept), rows);
         });
+    m.def("move_kept", [](std::uintptr_t arena, std::int64_t layer_bytes, int layers, int kv_heads, int block_tokens,
+                          const Numbers& pieces, const Numbers& from, const Numbers& to, std::uintptr_t kept,
+                          std::int64_t count) {
+        std::vector<RunPiece> given;
+        for (std::size_t i = 0; i + 7 <= pieces.size(); i += 7)
+            given.push_back({pieces(i), pieces(i + 1), pieces(i + 2), pieces(i + 3), static_cast<int>(pieces(i + 4)),
+                             static_cast<int>(pieces(i + 5)), static_cast<int>(pieces(i + 6))});
+        const std::vector<std::int64_t> sources = copied(from), targets = copied(to);
+        nb::gil_scoped_release released;
+        move_kept(team, at<char>(arena), layer_bytes, layers, kv_heads, block_tokens, given, sources, targets,
+                  at<const std::int64_t>(kept), count);
+    });
     m.def(
         "rotate",
         [](std::uintptr_t x, std::int64_t rows, std::int64_t stride, int heads, int dim, std::uintptr_t cos,

@@ -58,7 +58,22 @@ struct Unit {
     const std::int64_t* offsets;  // of the table's blocks in the arena
     std::int64_t partial;         // where its part of a result goes; -1: straight to the output
     int segment;
+    int drawn;                    // of the plan's `drawn`, which its keys' weights are added to; -1: none
+    std::int64_t weighed;         // where its part of these goes
 };
+
+// What each key of a sequence has drawn: the weights that queries gave it, added up. float32 [layers, kv_heads, keys],
+// strides in elements.
+struct Drawn {
+    float* sums;
+    std::int64_t layer_stride, head_stride;
+};
+
+// Keys of one pass over the queries of a unit.
+constexpr int kKeys = 128;
+
+// Sums that a unit makes for a head, of the keys from 0 on: whole passes.
+inline std::int64_t weighed_keys(const Unit& unit) { return (unit.end_key + kKeys - 1) / kKeys * kKeys; }
 
 // A unit for some of its KV heads: what one thread takes at a time.
 struct Task {
@@ -93,6 +108,8 @@ struct Plan {
     std::vector<std::int64_t> partial_begin;  // their places in `partial`, one more than rows
     std::vector<Partial> partial;
     std::vector<float> partials;  // a result: numerator [dim], maximum, denominator
+    std::vector<Drawn> drawn;
+    std::vector<float> weighed;  // of each unit that adds to one: [kv_heads, weighed_keys(unit)]
 
     // Heads and their width, the same everywhere.
     const Geometry& shape() const { return segments.front().geometry; }
@@ -109,8 +126,10 @@ struct Run {
 };
 
 // Fills a plan that has its segments, but for their offsets, and its scale, softcap and window; `tables` of each segment,
-// `runs` of the first.
-void make_plan(Plan& plan, const std::vector<Tables>& tables, const std::vector<Run>& runs);
+// `runs` of the first; and for each sequence which of `drawn` its queries add to, or -1: it is in no run then, sees its
+// keys from 0 on, and there is one segment.
+void make_plan(Plan& plan, const std::vector<Tables>& tables, const std::vector<Run>& runs,
+               const std::vector<int>& drawn);
 
 // Memory that grows, aligned for the kernels; what it held is lost when it does. Out of line, so that files compiled
 // for AVX-512 emit no template of the standard library, which the linker might choose for all others.
@@ -191,6 +210,22 @@ class Team {
     std::atomic<int> threads_{1};
 };
 
+// One of the arrays of which a head's keys, or values, of a block are made; of it a token has equally spaced elements.
+struct RunPiece {
+    std::int64_t offset;  // in the layer's part of a block: of the first head's
+    std::int64_t head_bytes, token_step, element_step;
+    int heads, elements, element_bytes;
+};
+
+// Copies the tokens that a sequence keeps to its new blocks, layer by layer and head by head; these may be among the
+// old ones.
+//   arena, layer_bytes   of the group's first layer, and from one to the next
+//   from, to             offsets in the arena of the old blocks and of the new
+//   kept                 [layers, kv_heads, count]: slots in the old blocks, ascending; a piece's heads take them by turns
+void move_kept(const Team& team, char* arena, std::int64_t layer_bytes, int layers, int kv_heads, int block_tokens,
+               const std::vector<RunPiece>& pieces, const std::vector<std::int64_t>& from,
+               const std::vector<std::int64_t>& to, const std::int64_t* kept, std::int64_t count);
+
 // A weight as the kernels read it; see cpu_matrix.cpp for the drawing.
 struct Matrix {
     enum Result { kBfloat16, kFloat32, kSilu, kGelu };
@@ -232,6 +267,9 @@ void multiply(const Matrix& m, const Team& team, bool amx, const bf16* x, std::i
 //   out        [rows, repeats, kv_heads, dim], dense
 void attend(Plan& plan, const Team& team, bool amx, int slot, const bf16* q, std::int64_t q_stride, const bf16* kv,
             std::int64_t kv_stride, bf16* out);
+
+// Adds to the plan's `drawn` what these queries weigh each key, and does nothing else: all is stored already.
+void weigh(Plan& plan, const Team& team, bool amx, int slot, const bf16* q, std::int64_t q_stride);
 
 // Merges the results of row `index` of the plan's `merged_rows` (FlashInfer's cascade, arXiv:2501.01005).
 void merge(const Plan& plan, std::int64_t index, bf16* out);

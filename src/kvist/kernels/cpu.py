@@ -218,8 +218,9 @@ class PagedAttention:
         repeats: query heads of a KV head.
     """
 
-    # Whether sinks take part.
+    # Whether sinks take part, and whether attention tells keys what they draw.
     sinks = False
+    draws = True
 
     def __init__(self, kernels: Cpu, store: PagedKV, scores: Scores, repeats: int) -> None:
         self.kernels = kernels
@@ -293,7 +294,11 @@ class PagedPlan:
         window = store.group.window
         runs = []
         if window is None and len(spans) > 1:
-            runs = shared_runs([span.table for span in spans], [span.start // store.block_tokens for span in spans])
+            # What a key draws is known with all that its query sees, in one piece.
+            limits = [0 if span.drawn is not None else span.start // store.block_tokens for span in spans]
+            runs = shared_runs([span.table for span in spans], limits)
+        self.drawn = [(index, span.drawn) for index, span in enumerate(spans) if span.drawn is not None]
+        assert window is None or not self.drawn, "keys behind a window draw nothing that could be told"
         self.plan = memory.kernels.module.Plan(
             segments=[memory.segment(spans, positions_of(spans))],
             open=0,
@@ -304,6 +309,7 @@ class PagedPlan:
                 [(run.first_span, run.end_span, run.first_block, run.end_block) for run in runs], np.int64
             ).ravel(),
             sealed=np.empty(0, np.int64),
+            drawn=[number for i, sums in self.drawn for number in (i, sums.data_ptr(), *sums.stride()[:2])],
         )
 
     def attend(self, slot: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -331,3 +337,12 @@ class PagedPlan:
             out.data_ptr(),
         )
         return out
+
+    def weigh(self, slot: int, q: Tensor) -> None:
+        """Add to the spans' ``drawn`` what these queries weigh the keys, which are stored already, and nothing else.
+
+        Args:
+            slot: the layer's place in the group.
+            q: as for :meth:`attend`.
+        """
+        self.plan.weigh(self.memory.kernels.amx, slot, q.data_ptr(), q.stride(0))

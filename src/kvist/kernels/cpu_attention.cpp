@@ -8,7 +8,8 @@
 //
 // Keys that are not bf16 are unpacked to it, sixteen tokens at a time, and values that have scales lie transposed.
 // Both products take their right side in pairs of rows (two bf16 in 32 bits), which Q^T is packed to once a job and
-// P^T comes out as. Running maxima and sums follow FlashAttention-2 (arXiv:2307.08691).
+// P^T comes out as. Running maxima and sums follow FlashAttention-2 (arXiv:2307.08691). Where keys are told what they
+// draw, P^T is kept until the sums are known (cpu_drawn.h).
 
 #include "cpu.h"
 
@@ -29,11 +30,10 @@
 #include "cpu_avx512.h"
 #include "cpu_blocks.h"
 #include "cpu_codecs.h"
+#include "cpu_drawn.h"
 
 namespace kvist::avx512 {
 namespace {
-
-constexpr int kMaxTiles = 16;    // of 16 queries in a job
 
 // ---- one job --------------------------------------------------------------------------------------------------------
 
@@ -61,8 +61,11 @@ class Job {
         factor_ = plan.scale * 1.44269504f;
     }
 
-    // Runs a unit for one KV head; or for several, where their queries fit into the lanes of one vector.
-    void run(const Unit& unit, int head, int heads, bf16* out, float* partials) {
+    // Runs a unit for one KV head; or for several, where their queries fit into the lanes of one vector. Without `out`
+    // its keys are weighed, and nothing else.
+    void run(const Unit& unit, int head, int heads, bf16* out, float* partials, float* weighed) {
+        attends_ = out != nullptr;
+        kept_ = unit.drawn >= 0 ? &of_this_thread<KeptWeights>() : nullptr;
         rows_ = (unit.end_row - unit.first_row) * shape_.repeats;
         heads_ = heads;
         tiles_ = heads > 1 ? 1 : (rows_ + kLanes - 1) / kLanes;
@@ -78,9 +81,13 @@ class Job {
         if (plan_.window > 0) begin = std::max(begin, lowest - plan_.window + 1);
         last_key_ = end;
         const std::int64_t aligned = begin / kLanes * kLanes;
+        if (kept_ != nullptr) kept_->reserve(static_cast<int>((end - aligned + kKeys - 1) / kKeys), tiles_);
         for (std::int64_t key = aligned; key < end; key += kKeys)
             pass(unit, head, key, begin, std::min(end, key + kKeys));
-        for (int i = 0; i < std::max(tiles_, heads_); ++i) write(unit, i, head, out, partials);
+        for (int i = 0; attends_ && i < std::max(tiles_, heads_); ++i) write(unit, i, head, out, partials);
+        for (int i = 0; kept_ != nullptr && i < heads_; ++i)
+            kept_->add_up(heads_ > 1 ? i * rows_ : 0, rows_, s_.max[0], s_.sum[0],
+                          weighed + unit.weighed + (head + i) * weighed_keys(unit));
     }
 
   private:
@@ -129,8 +136,9 @@ class Job {
         const int padded = (groups + 1) / 2 * 2;
         if (heads_ > 1) {
             scores_of_heads(unit, head, first, end, padded);
+            place_weights(0, 1, first);
             softmax(0, 0, first, begin, end, padded * kLanes);
-            for (int i = 0; i < heads_; ++i) {
+            for (int i = 0; attends_ && i < heads_; ++i) {
                 transpose_values(unit, head + i, first, end, padded);
                 outputs(i, 1, padded / 2);
             }
@@ -140,13 +148,20 @@ class Job {
         for (int g = 0; g < groups; ++g)
             keys[g] = keys_of(unit, head, first + g * kLanes, end, s_.keys[0] + g * kLanes * shape_.dim);
         if (groups < padded) keys[groups] = keys[groups - 1];
-        transpose_values(unit, head, first, end, padded);
+        if (attends_) transpose_values(unit, head, first, end, padded);
         for (int tile = 0; tile < tiles_; tile += 2) {
             const int together = std::min(2, tiles_ - tile);
             scores(tile, together, keys, padded);
+            place_weights(tile, together, first);
             for (int i = 0; i < together; ++i) softmax(tile + i, i, first, begin, end, padded * kLanes);
-            outputs(tile, together, padded / 2);
+            if (attends_) outputs(tile, together, padded / 2);
         }
+    }
+
+    // Where the weights of one or two tiles of queries go; kept ones begin with key 0.
+    void place_weights(int tile, int together, std::int64_t first) {
+        for (int i = 0; i < together; ++i)
+            weights_[i] = kept_ != nullptr ? kept_->of(static_cast<int>(first / kKeys), tile + i) : s_.weights[i];
     }
 
     // S^T of the queries of several heads, each in its own lanes.
@@ -334,18 +349,19 @@ class Job {
             sums[0] = _mm512_add_ps(sums[0], one);
             sums[1] = _mm512_add_ps(sums[1], two);
             const __m512i both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(two, one));
-            _mm512_store_si512(s_.weights[place][i / 2], _mm512_permutexvar_epi16(pairs, both));
+            _mm512_store_si512(weights_[place][i / 2], _mm512_permutexvar_epi16(pairs, both));
         }
         __m512 sum = _mm512_load_ps(s_.sum[tile]);
         if (risen) {
             const __m512 alpha = exp2(_mm512_sub_ps(before, highest));
             sum = _mm512_mul_ps(sum, alpha);
             _mm512_store_ps(s_.max[tile], highest);
-            for (int i = 0; i < heads_; ++i)
+            for (int i = 0; attends_ && i < heads_; ++i)
                 for (int d = 0; d < shape_.dim; ++d)
                     _mm512_store_ps(s_.out[tile + i][d], _mm512_mul_ps(alpha, _mm512_load_ps(s_.out[tile + i][d])));
         }
         _mm512_store_ps(s_.sum[tile], _mm512_add_ps(sum, _mm512_add_ps(sums[0], sums[1])));
+        if (kept_ != nullptr) _mm512_store_ps(kept_->highest(static_cast<int>(first / kKeys), tile), highest);
     }
 
     // Puts the lowest score where a query does not see a key.
@@ -383,7 +399,7 @@ class Job {
             for (int i = 0; i < together; ++i)
                 for (int d = 0; d < shape_.dim; d += kLanes)
                     multiply<true>(s_.out[tile + i][d], reinterpret_cast<const char*>(s_.values[d]), stride,
-                                   s_.weights[i][0], steps);
+                                   weights_[i][0], steps);
             return;
         }
         for (int d = 0; d < shape_.dim; d += 2 * kLanes) {
@@ -395,8 +411,8 @@ class Job {
                 for (int step = 0; step < steps; ++step) {
                     TILE_LOAD(4, &s_.values[d][step * 32], stride);
                     TILE_LOAD(5, &s_.values[d + kLanes][step * 32], stride);
-                    TILE_LOAD(6, s_.weights[0][step * kLanes], 64);
-                    TILE_LOAD(7, s_.weights[1][step * kLanes], 64);
+                    TILE_LOAD(6, weights_[0][step * kLanes], 64);
+                    TILE_LOAD(7, weights_[1][step * kLanes], 64);
                     TILE_DOT(0, 4, 6);
                     TILE_DOT(1, 5, 6);
                     TILE_DOT(2, 4, 7);
@@ -408,7 +424,7 @@ class Job {
                 for (int step = 0; step < steps; ++step) {
                     TILE_LOAD(4, &s_.values[d][step * 32], stride);
                     TILE_LOAD(5, &s_.values[d + kLanes][step * 32], stride);
-                    TILE_LOAD(6, s_.weights[0][step * kLanes], 64);
+                    TILE_LOAD(6, weights_[0][step * kLanes], 64);
                     TILE_DOT(0, 4, 6);
                     TILE_DOT(1, 5, 6);
                 }
@@ -469,7 +485,51 @@ class Job {
     int heads_ = 1;  // computed in one vector
     int tiles_ = 0;
     std::int64_t last_key_ = 0;
+    bool attends_ = true;
+    KeptWeights* kept_ = nullptr;            // where keys are told what they draw
+    std::uint32_t (*weights_[2])[kLanes] = {};  // P^T in pairs, of one or two tiles
 };
+
+void run_tasks(Plan& plan, const Team& team, bool amx, int slot, const bf16* q, std::int64_t q_stride, bf16* out) {
+    const std::int64_t jobs = static_cast<std::int64_t>(plan.tasks.size());
+    std::atomic<std::int64_t> next{0};
+    team.run([&] {
+        Scratch& scratch = of_this_thread<Scratch>();
+        // Few queries have tiles of their own.
+        bool few = true;
+        for (;;) {
+            const std::int64_t index = next.fetch_add(1, std::memory_order_relaxed);
+            if (index >= jobs) break;
+            const Task& task = plan.tasks[index];
+            const Unit& unit = plan.units[task.unit];
+            const Segment& segment = plan.segments[unit.segment];
+            if (amx && unit.drawn < 0 && are_few(plan, unit)) {
+                attend_few(plan, segment.layer(slot), q, q_stride, unit, task.head, task.heads, out);
+                few = true;
+                continue;
+            }
+            if (amx && few) tiles_begin();
+            few = false;
+            Job(plan, segment, amx, segment.layer(slot), q, q_stride, scratch)
+                .run(unit, task.head, task.heads, out, plan.partials.data(), plan.weighed.data());
+        }
+        if (amx) tiles_end();
+    });
+}
+
+// Adds what the units have found to the sums of their sequences, in the plan's order, whoever ran them.
+void add_weighed(const Plan& plan, const Team& team, int slot) {
+    if (plan.drawn.empty()) return;
+    team.share(plan.shape().kv_heads, 1, [&](std::int64_t head) {
+        for (const Unit& unit : plan.units) {
+            if (unit.drawn < 0) continue;
+            const Drawn& drawn = plan.drawn[unit.drawn];
+            float* to = drawn.sums + slot * drawn.layer_stride + head * drawn.head_stride;
+            const float* from = plan.weighed.data() + unit.weighed + head * weighed_keys(unit);
+            for (std::int64_t key = 0; key < unit.end_key; ++key) to[key] += from[key];
+        }
+    });
+}
 
 // Stores one head's key and value of a token.
 void pack_token(const Geometry& shape, char* block, int slot, int head, const bf16* key, const bf16* value) {
@@ -483,6 +543,11 @@ const bf16* row_of(const char* run, int slot, int dim) {
 }
 
 }  // namespace
+
+void weigh(Plan& plan, const Team& team, bool amx, int slot, const bf16* q, std::int64_t q_stride) {
+    run_tasks(plan, team, amx, slot, q, q_stride, nullptr);
+    add_weighed(plan, team, slot);
+}
 
 void attend(Plan& plan, const Team& team, bool amx, int slot, const bf16* q, std::int64_t q_stride, const bf16* kv,
             std::int64_t kv_stride, bf16* out) {
@@ -506,30 +571,8 @@ void attend(Plan& plan, const Team& team, bool amx, int slot, const bf16* q, std
                        row_of(from + open.geometry.key_run(head), token.from_slot, open.geometry.dim),
                        row_of(from + open.geometry.value_run(head), token.from_slot, open.geometry.dim));
     });
-    const std::int64_t jobs = static_cast<std::int64_t>(plan.tasks.size());
-    std::atomic<std::int64_t> next{0};
-    team.run([&] {
-        Scratch& scratch = of_this_thread<Scratch>();
-        // Few queries have tiles of their own.
-        bool few = true;
-        for (;;) {
-            const std::int64_t index = next.fetch_add(1, std::memory_order_relaxed);
-            if (index >= jobs) break;
-            const Task& task = plan.tasks[index];
-            const Unit& unit = plan.units[task.unit];
-            const Segment& segment = plan.segments[unit.segment];
-            if (amx && are_few(plan, unit)) {
-                attend_few(plan, segment.layer(slot), q, q_stride, unit, task.head, task.heads, out);
-                few = true;
-                continue;
-            }
-            if (amx && few) tiles_begin();
-            few = false;
-            Job(plan, segment, amx, segment.layer(slot), q, q_stride, scratch)
-                .run(unit, task.head, task.heads, out, plan.partials.data());
-        }
-        if (amx) tiles_end();
-    });
+    run_tasks(plan, team, amx, slot, q, q_stride, out);
+    add_weighed(plan, team, slot);
     team.share(static_cast<std::int64_t>(plan.merged_rows.size()), 8,
                [&](std::int64_t index) { merge(plan, index, out); });
 }
@@ -547,6 +590,9 @@ void attend(Plan& plan, const Team& team, bool amx, int slot, const bf16* q, std
 // Other processors: `has_avx512` says no, and nobody comes here.
 namespace kvist::avx512 {
 void attend(Plan&, const Team&, bool, int, const bf16*, std::int64_t, const bf16*, std::int64_t, bf16*) {
+    throw std::logic_error("built without AVX-512");
+}
+void weigh(Plan&, const Team&, bool, int, const bf16*, std::int64_t) {
     throw std::logic_error("built without AVX-512");
 }
 }  // namespace kvist::avx512

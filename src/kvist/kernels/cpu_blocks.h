@@ -11,7 +11,7 @@
 
 namespace kvist::avx512 {
 
-constexpr int kKeys = 128;            // of one pass over the queries of a job
+constexpr int kMaxTiles = 16;         // of 16 queries in a job
 constexpr int kAhead = 2;             // passes ahead of which keys and values are asked for
 constexpr float kHidden = -0x1p100f;  // score of a key that is not seen: finite, and exact under any factor
 constexpr float kSlack = 8;           // sums are brought to a new maximum when it is larger by this power of two

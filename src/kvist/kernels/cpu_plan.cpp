@@ -17,18 +17,31 @@ constexpr std::int64_t kLeastKeys = 512;
 // answers do not depend on them.
 constexpr std::int64_t kTasks = 32;
 constexpr std::int64_t kKeyStep = 128;
+// Where keys are told what they draw, a unit's weights are kept until its sums are known: so many bytes of them, and so
+// many units of a sequence at least.
+constexpr std::int64_t kKeptBytes = 3 << 19;
+constexpr int kLeastUnits = 4;
+constexpr int kLeastRows = 16;
 
 struct Piece {
     int first_row, end_row;
     std::int64_t first_key, end_key;
     const std::int64_t* offsets;
     int segment;
+    int drawn = -1;
 };
 
 // Sixteen queries are computed at once, so that is what a key costs.
 std::int64_t cost(const Piece& piece, int repeats) {
     const std::int64_t queries = (static_cast<std::int64_t>(piece.end_row - piece.first_row) * repeats + 15) / 16;
     return queries * (piece.end_key - piece.first_key);
+}
+
+// Rows of a unit whose keys are told what they draw.
+int rows_of_drawn(int most, std::int64_t rows, std::int64_t keys, int repeats) {
+    const std::int64_t queries = std::max<std::int64_t>(16, kKeptBytes / (2 * keys));
+    const std::int64_t fair = std::max<std::int64_t>(kLeastRows, (rows + kLeastUnits - 1) / kLeastUnits);
+    return static_cast<int>(std::clamp<std::int64_t>(std::min(queries / repeats, fair), 1, most));
 }
 
 // Heads whose queries fill the lanes of one vector together.
@@ -59,7 +72,7 @@ void cut_rows(std::vector<Piece>& pieces, Piece whole, int rows) {
 }
 
 void cut_segment(std::vector<Piece>& pieces, Plan& plan, int number, const Tables& tables, const std::vector<Run>& runs,
-                 int rows) {
+                 int rows, const std::vector<int>& drawn) {
     Segment& segment = plan.segments[number];
     const int size = segment.geometry.block_tokens;
     segment.offsets.resize(tables.blocks.size());
@@ -87,14 +100,16 @@ void cut_segment(std::vector<Piece>& pieces, Plan& plan, int number, const Table
         std::int64_t begin = shared[span];
         if (plan.window > 0) begin = std::max(begin, segment.seen[first_row[span]] - plan.window + 1);
         Piece whole{first_row[span], first_row[span + 1], begin, segment.seen[first_row[span + 1] - 1] + 1,
-                    segment.offsets.data() + tables.begin[span], number};
-        cut_rows(pieces, whole, rows, segment.seen, plan.window);
+                    segment.offsets.data() + tables.begin[span], number, drawn[span]};
+        const int each = whole.drawn < 0 ? rows : rows_of_drawn(rows, tables.count[span], whole.end_key, plan.shape().repeats);
+        cut_rows(pieces, whole, each, segment.seen, plan.window);
     }
 }
 
 }  // namespace
 
-void make_plan(Plan& plan, const std::vector<Tables>& tables, const std::vector<Run>& runs) {
+void make_plan(Plan& plan, const std::vector<Tables>& tables, const std::vector<Run>& runs,
+               const std::vector<int>& drawn) {
     const Geometry& shape = plan.shape();
     const std::size_t rows = plan.segments.front().seen.size();
     const int rows_a_unit =
@@ -102,7 +117,7 @@ void make_plan(Plan& plan, const std::vector<Tables>& tables, const std::vector<
     std::vector<Piece> pieces;
     for (std::size_t number = 0; number < tables.size(); ++number)
         cut_segment(pieces, plan, static_cast<int>(number), tables[number], number == 0 ? runs : std::vector<Run>{},
-                    rows_a_unit);
+                    rows_a_unit, drawn);
     // Long pieces are cut along their keys, so that threads finish together.
     std::int64_t total = 0;
     for (const Piece& piece : pieces) total += cost(piece, shape.repeats);
@@ -112,7 +127,8 @@ void make_plan(Plan& plan, const std::vector<Tables>& tables, const std::vector<
         const std::int64_t keys = piece.end_key - piece.first_key;
         const std::int64_t task = cost(piece, shape.repeats) * heads_together(piece.end_row - piece.first_row, shape);
         const std::int64_t most = std::max<std::int64_t>(1, keys / kLeastKeys);
-        const std::int64_t count = std::clamp<std::int64_t>((task + target - 1) / target, 1, most);
+        // What a key draws is known with all that its query sees.
+        const std::int64_t count = piece.drawn < 0 ? std::clamp<std::int64_t>((task + target - 1) / target, 1, most) : 1;
         const std::int64_t step = ((keys + count - 1) / count + kKeyStep - 1) / kKeyStep * kKeyStep;
         for (std::int64_t key = piece.first_key; key < piece.end_key;) {
             Piece part = piece;
@@ -127,16 +143,21 @@ void make_plan(Plan& plan, const std::vector<Tables>& tables, const std::vector<
     for (const Piece& part : parts)
         for (int row = part.first_row; row < part.end_row; ++row) ++results[row];
     const std::int64_t result_size = static_cast<std::int64_t>(shape.repeats) * shape.kv_heads * (shape.dim + 2);
-    std::int64_t size_of_partials = 0;
+    std::int64_t size_of_partials = 0, size_of_weighed = 0;
     for (const Piece& part : parts) {
-        Unit unit{part.first_row, part.end_row, part.first_key, part.end_key, part.offsets, -1, part.segment};
+        Unit unit{part.first_row, part.end_row, part.first_key, part.end_key, part.offsets, -1, part.segment, part.drawn, 0};
         if (std::any_of(results.begin() + part.first_row, results.begin() + part.end_row,
                         [](int count) { return count > 1; })) {
             unit.partial = size_of_partials;
             size_of_partials += (part.end_row - part.first_row) * result_size;
         }
+        if (unit.drawn >= 0) {
+            unit.weighed = size_of_weighed;
+            size_of_weighed += shape.kv_heads * weighed_keys(unit);
+        }
         plan.units.push_back(unit);
     }
+    plan.weighed.resize(size_of_weighed);
     plan.partials.resize(size_of_partials);
     std::vector<std::vector<Partial>> of_row(rows);
     for (const Unit& unit : plan.units)

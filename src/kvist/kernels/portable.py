@@ -23,6 +23,7 @@ class PortableAttention(PagedAttention):
     """One group's memory as these kernels see it; arguments as of :class:`PagedAttention`."""
 
     sinks = True
+    draws = False
 
     @staticmethod
     def suits(store: PagedKV, dtype: torch.dtype, repeats: int) -> bool:

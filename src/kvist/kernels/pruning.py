@@ -1,8 +1,8 @@
 """Which tokens a pruned sequence keeps: how much attention each key has drawn, and what a method makes of that.
 
-Attention's own kernels keep no weights. They are made again, of the queries that a method looks at and the keys as
-they are stored: a tile of queries at a time against all keys before them, so that memory grows with the length and
-never with its square::
+Compiled attention adds it up on its way where it is asked to (``draws`` of its memory), a tile of queries at a time.
+Elsewhere, and of single queries, weights are made again, of the queries that a method looks at and the keys as they are
+stored: a tile of queries against all keys before them, so that memory grows with the length and never with its square::
 
     column sum of key j  =  sum over queries i >= j of  exp(score(i, j) - log-sum-exp of i's scores)
 
@@ -16,8 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvist.kernels.attention import PagedMemory
+from kvist.kernels.cpu import PagedAttention, PagedPlan
 from kvist.kernels.dense import Scores
-from kvist.store.layouts import Scratch
+from kvist.kernels.spans import Span
+from kvist.store.layouts import Index, Scratch
+from kvist.store.survivors import Keys
 
 # Weights that are held at a time.
 _TILE_BYTES = 2 * 2**20
@@ -81,6 +85,40 @@ def select(method: str, seen: Observed, *, keep: int, sinks: int) -> Tensor:
     scores[..., :sinks] = torch.inf
     scores[..., slots - seen.recent :] = torch.inf
     return scores.topk(keep, dim=-1, sorted=False).indices.sort(dim=-1).values
+
+
+class Weighing:
+    """What the last queries of a sequence weigh its keys, which are stored already; to be added up layer by layer.
+
+    Args:
+        memory: of the group.
+        table: block ids of the sequence.
+        slots: keys up to that of the last query.
+        queries: how many there are.
+        sums: float32 ``[layers, kv_heads, room]``, to which is added.
+        dtype: of the queries.
+    """
+
+    def __init__(
+        self, memory: PagedAttention | PagedMemory, table: Index, slots: int, queries: int, sums: Tensor,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.memory = memory
+        self.sums = sums
+        self.plan: PagedPlan | None = None
+        if isinstance(memory, PagedAttention) and memory.draws:
+            self.plan = memory.plan([Span(table=table, start=slots - queries, count=queries, drawn=sums)])
+        else:
+            self.keys = Keys(memory.store, table, slots, dtype)
+
+    def add(self, slot: int, q: Tensor, sinks: Tensor | None) -> None:
+        """Add what a layer's queries ``[queries, repeats, kv_heads, dim]`` weigh; ``sinks`` are the layer's."""
+        if self.plan is not None:
+            self.plan.weigh(slot, q)
+            return
+        keys = self.keys.read(slot)
+        found = column_sums(q, keys, self.memory.scores, sinks, scratch=self.memory.store.scratch)
+        self.sums[slot, :, : self.keys.tokens] += found
 
 
 def column_sums(q: Tensor, keys: Tensor, scores: Scores, sinks: Tensor | None = None, *, scratch: Scratch) -> Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from kvist.store.layouts import Index
 
@@ -12,12 +13,18 @@ from kvist.store.layouts import Index
 class Span:
     """One sequence's part of a step: ``count`` tokens from position ``start`` on.
 
-    ``table`` holds its block ids from position 0; those behind a window may be -1.
+    Attributes:
+        table: its block ids from position 0; those behind a window may be -1.
+        start: first position.
+        count: tokens.
+        drawn: float32 ``[layers, kv_heads, room]``, room for all positions so far: to which attention adds what its
+            queries weigh each key, of memories whose ``draws`` is true; None: nobody asks.
     """
 
     table: Index
     start: int
     count: int
+    drawn: Tensor | None = None
 
 
 def positions_of(spans: Sequence[Span]) -> Index:

@@ -37,8 +37,8 @@ class Chain:
         self.count = len(layers)
         self.chain = kernels.module.Chain()
         self.groups: set[int] = set()
-        # Of each layer: group, slot, and the shape of one token's queries.
-        self.queries: list[tuple[int, int, tuple[int, int, int]]] = []
+        # Of neighbours of one group: its number, their slots, and the shape of one token's queries.
+        self.queries: list[tuple[int, slice, tuple[int, int, int]]] = []
         # Norms and biases are read where they are; the matrices are held by the chain.
         self.held: list[Tensor] = []
         for layer in layers:
@@ -62,7 +62,10 @@ class Chain:
         norms = [layer.before_mixer, layer.after_mixer, layer.before_mlp, layer.after_mlp, mixer.norm]
         eps = [norm.eps if norm is not None else 0.0 for norm in (layer.before_mixer, layer.before_mlp, mixer.norm)]
         self.groups.add(mixer.group)
-        self.queries.append((mixer.group, mixer.slot, (mixer.repeats, mixer.kv_heads, mixer.dim)))
+        first, shape = mixer.slot, (mixer.repeats, mixer.kv_heads, mixer.dim)
+        if self.queries and self.queries[-1][0] == mixer.group:
+            first = self.queries.pop()[1].start
+        self.queries.append((mixer.group, slice(first, mixer.slot + 1), shape))
         self.chain.add(
             qkv=qkv.packed,
             output=output.packed,
@@ -107,9 +110,9 @@ class Chain:
             assert isinstance(rotation, FusedRotation)
             tables += [rotation.cos.data_ptr(), rotation.sin.data_ptr()]
         rows = len(change)
-        kept = None
-        if step.observer is not None:
-            kept = torch.empty(rows * sum(math.prod(shape) for _, _, shape in self.queries), dtype=change.dtype)
+        kept, sizes_kept = None, [(seen.stop - seen.start) * math.prod(shape) for _, seen, shape in self.queries]
+        if step.observer is not None and step.observer.looks:
+            kept = torch.empty(rows * sum(sizes_kept), dtype=change.dtype)
         self.chain.run(
             self.kernels.amx,
             plans,
@@ -122,9 +125,9 @@ class Chain:
         stream.add(change, self.after)
         if step.observer is None or kept is None:
             return
-        parts = torch.split(kept, [rows * math.prod(shape) for _, _, shape in self.queries])
-        for part, (group, slot, shape) in zip(parts, self.queries, strict=True):
-            step.observer.see(group, slot, part.view(rows, *shape), None)
+        parts = torch.split(kept, [rows * size for size in sizes_kept])
+        for part, (group, slots, shape) in zip(parts, self.queries, strict=True):
+            step.observer.see(group, slots, part.view(-1, rows, *shape), None)
 
 
 def plain(layer: Layer) -> bool:

@@ -130,8 +130,8 @@ class AttentionMixer:
             spread.copy_(spread @ self.hadamard)
         kv = projected[:, self.turned - self.kv_heads :]
         mixed = step.attention(self.group).attend(self.slot, queries, kv, self.sinks)
-        if step.observer is not None:
-            step.observer.see(self.group, self.slot, queries, self.sinks)
+        if step.observer is not None and step.observer.looks:
+            step.observer.see(self.group, slice(self.slot, self.slot + 1), queries[None], self.sinks)
         if self.hadamard is not None and self.turns_back:
             # The matrix is its own inverse.
             mixed = (mixed.view(count, -1, self.dim) @ self.hadamard).view_as(mixed)

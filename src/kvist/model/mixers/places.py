@@ -22,14 +22,26 @@ Plan = AttentionPlan | PagedPlan | ItemsPlan | LatentPlan | LatentItemsPlan | St
 class Observer(Protocol):
     """Looks at the queries of a step: those of sequences that are to be pruned."""
 
-    def see(self, group: int, slot: int, queries: Tensor, sinks: Tensor | None) -> None:
-        """A layer has stored its keys and attended.
+    @property
+    def looks(self) -> bool:
+        """Whether it wants to see any behind attention."""
+
+    def drawn(self, group: int, place: int) -> Tensor | None:
+        """To what attention adds what a chunk's queries weigh: ``drawn`` of its :class:`kvist.kernels.spans.Span`.
+
+        Args:
+            group: its number; one whose memory ``draws``.
+            place: of the chunk among the step's.
+        """
+
+    def see(self, group: int, slots: slice, queries: Tensor, sinks: Tensor | None) -> None:
+        """Layers have stored their keys and attended.
 
         Args:
             group: its number.
-            slot: the layer's place in it.
-            queries: ``[tokens, repeats, kv_heads, dim]``, as attention saw them; not valid after the call.
-            sinks: of the layer, float32 ``[repeats, kv_heads]``, where it has any.
+            slots: the layers' places in it, one after the other.
+            queries: ``[layers, tokens, repeats, kv_heads, dim]``, as attention saw them; not valid after the call.
+            sinks: of the layer, which is alone then, float32 ``[repeats, kv_heads]``, where it has any.
         """
 
 
