@@ -1,5 +1,7 @@
 """The C++ kernels on stored formats: the bytes of store/codecs.py, and attention in float64 over what they say."""
 
+import mmap
+
 import numpy as np
 import pytest
 import torch
@@ -26,20 +28,37 @@ def kernels(request):
     return cpu_module._chosen(request.param)
 
 
-class Memory:
-    """One group of one layer in an arena whose every unwritten byte reads as no number."""
+def ordinary(what, count, heads, dim, generator):
+    """Queries (``q``), keys (``k``) or values (``v``): float32 ``[count, heads, dim]``."""
+    return torch.randn(count, heads, dim, generator=generator)
 
-    def __init__(self, key, value, *, kv_heads, repeats, dim, tokens, parts, seed):
+
+class Memory:
+    """One group of one layer in an arena whose every unwritten byte reads as no number.
+
+    Args:
+        parts: ``(start, count)`` a sequence: tokens it has and tokens it gets.
+        draw: makes vectors, as :func:`ordinary` does.
+        apart: bytes from three blocks to the next three in an arena of zeros; None for as many as they have.
+    """
+
+    def __init__(self, key, value, *, kv_heads, repeats, dim, tokens, parts, seed, draw=ordinary, apart=None):
         sides = (("key", key), ("value", value))
         self.coding = [Coding(codec, side=side, dim=dim, tokens=tokens) for side, codec in sides]
         self.kv_heads, self.repeats, self.dim, self.tokens, self.parts = kv_heads, repeats, dim, tokens, parts
+        self.draw = draw
         self.layer_bytes = kv_heads * sum(coding.run_bytes for coding in self.coding)
         self.generator = torch.Generator().manual_seed(seed)
         rng = np.random.default_rng(seed)
         needed = [-(-(start + count) // tokens) for start, count in parts]
-        self.slab_bytes = 3 * self.layer_bytes + 192
+        self.slab_bytes = apart or 3 * self.layer_bytes + 192
         slabs = -(-(sum(needed) + 4) // 3)
-        self.arena = torch.full((slabs * self.slab_bytes,), 0xFF, dtype=torch.uint8)
+        if apart is None:
+            self.arena = torch.full((slabs * self.slab_bytes,), 0xFF, dtype=torch.uint8)
+        else:
+            # What is not touched takes no memory.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self.arena = torch.frombuffer(mmap.mmap(-1, slabs * apart, flags=flags), dtype=torch.uint8)
         ids = rng.permutation(slabs * 3)
         ends = np.cumsum(needed)
         self.tables = [ids[end - count : end].astype(np.int64) for end, count in zip(ends, needed, strict=True)]
@@ -54,7 +73,8 @@ class Memory:
 
     def _fill(self, table, start):
         """Pack random vectors, and leave the rest of the last block as it was."""
-        x = [torch.randn(self.kv_heads, start, self.dim, generator=self.generator).to(BF16) for _ in range(2)]
+        drawn = [self.draw(what, start, self.kv_heads, self.dim, self.generator) for what in "kv"]
+        x = [vectors.transpose(0, 1).to(BF16) for vectors in drawn]
         for number in range(-(-start // self.tokens)):
             count = min(self.tokens, start - number * self.tokens)
             for side, coding in enumerate(self.coding):
@@ -76,7 +96,16 @@ class Memory:
         ]
         return torch.cat(parts, 1)[:, :length].double()
 
-    def check(self, kernels, *, window=None, softcap=None):
+    def projected(self):
+        """A step's queries ``[tokens, repeats x kv_heads, dim]``, and keys and values, out of one wide row a token."""
+        rows, heads = sum(count for _, count in self.parts), self.repeats * self.kv_heads
+        shapes = {"q": heads, "k": self.kv_heads, "v": self.kv_heads}
+        x = [self.draw(what, rows, count, self.dim, self.generator) for what, count in shapes.items()]
+        wide = torch.cat(x, 1).to(BF16)
+        return wide[:, :heads], wide[:, heads:]
+
+    def attend(self, kernels, q, kv, *, window=None, softcap=None):
+        """What the kernels make of a step: bf16 ``[tokens, repeats x kv_heads, dim]``."""
         module = kernels.module
         geometry = module.Geometry(
             slab_bytes=self.slab_bytes, blocks_per_slab=3, block_bytes=self.layer_bytes, layer_bytes=self.layer_bytes,
@@ -85,7 +114,6 @@ class Memory:
             kv_heads=self.kv_heads, dim=self.dim, repeats=self.repeats,
         )  # fmt: skip
         kernels.follow_threads()
-        scale = self.dim**-0.5
         none = np.array([], np.int64)
         segment = module.Segment(
             geometry=geometry, arena=self.arena.data_ptr(), layers=[0], blocks=np.concatenate(self.tables),
@@ -94,14 +122,16 @@ class Memory:
             seen=np.concatenate([np.arange(start, start + count) for start, count in self.parts]),
         )  # fmt: skip
         plan = module.Plan(
-            segments=[segment], open=0, scale=scale, softcap=softcap or 0.0, window=window or 0, runs=none, sealed=none
-        )
-        rows = sum(count for _, count in self.parts)
-        heads = self.repeats * self.kv_heads
-        x = torch.randn(rows, heads + 2 * self.kv_heads, self.dim, generator=self.generator).to(BF16)
-        q, kv = x[:, :heads], x[:, heads:]
-        out = torch.full((rows, heads, self.dim), float("nan"), dtype=BF16)
+            segments=[segment], open=0, scale=self.dim**-0.5, softcap=softcap or 0.0, window=window or 0, runs=none,
+            sealed=none,
+        )  # fmt: skip
+        out = torch.full((len(q), q.shape[1], self.dim), float("nan"), dtype=BF16)
         plan.attend(kernels.amx, 0, q.data_ptr(), q.stride(0), kv.data_ptr(), kv.stride(0), out.data_ptr())
+        return out
+
+    def check(self, kernels, *, window=None, softcap=None):
+        q, kv = self.projected()
+        out = self.attend(kernels, q, kv, window=window, softcap=softcap)
         row = 0
         for table, past, (start, count) in zip(self.tables, self.past, self.parts, strict=True):
             sides = []
@@ -113,11 +143,12 @@ class Memory:
                 sides.append(stored)
             heads_of = q[row : row + count].view(count, self.repeats, self.kv_heads, self.dim)
             heads_of = heads_of.double().transpose(1, 2).flatten(1, 2)
-            expected = attend(heads_of, *sides, start=start, scale=scale, window=window, softcap=softcap)
+            expected = attend(heads_of, *sides, start=start, scale=self.dim**-0.5, window=window, softcap=softcap)
             expected = expected.unflatten(1, (self.kv_heads, -1)).transpose(1, 2).flatten(1, 2)
             found = out[row : row + count].double()
             # Keys, values and weights are rounded to bf16, 8 bits, once each.
-            assert (found - expected).abs().max() < 0.016 * max(1, expected.abs().max())
+            size = max(min(1, sides[1].abs().max()), expected.abs().max())
+            assert (found - expected).abs().max() <= 0.016 * size
             row += count
         return out
 
@@ -159,6 +190,70 @@ def test_long_contexts(kernels, pair):
     Memory(*pair, **shape, parts=[(990, 20), (513, 1)], seed=2).check(kernels, window=700)
 
 
+def biased(what, count, heads, dim, generator):
+    """Keys and values far from zero on one side."""
+    return ordinary(what, count, heads, dim, generator) + 30 * (what != "q")
+
+
+def with_outliers(what, count, heads, dim, generator):
+    """Dims of queries and keys ten times as large as the others, and as small, and some groups of zeros."""
+    x = ordinary(what, count, heads, dim, generator)
+    x[:, :, 3] *= {"q": 10, "k": 0.1, "v": 1}[what]
+    x[:, :, 7] *= {"q": 0.1, "k": 10, "v": 30}[what]
+    x[: count // 2, :, -32:] = 0
+    return x
+
+
+def of_every_size(what, count, heads, dim, generator):
+    """Keys and values from subnormal scales to large ones, token by token."""
+    x = ordinary(what, count, heads, dim, generator)
+    sizes = torch.logspace(-6, {"k": 1, "v": 4}.get(what, 0), count)[torch.randperm(count, generator=generator)]
+    return x if what == "q" else x * sizes[:, None, None]
+
+
+def all_alike(what, count, heads, dim, generator):
+    """One key for all, so that all weights are equal."""
+    x = ordinary(what, count, heads, dim, generator)
+    return torch.ones_like(x) if what == "k" else x
+
+
+@pytest.mark.parametrize("draw", [biased, with_outliers, of_every_size, all_alike])
+@pytest.mark.parametrize("codec", CODECS)
+def test_numbers_of_all_sizes(kernels, codec, draw):
+    for repeats, window in ((5, None), (8, 77)):
+        shape = {"kv_heads": 3, "repeats": repeats, "dim": 96, "tokens": 32}
+        parts = [(300, 1), (16, 1), (1, 1), (139, 1)]
+        Memory(codec, codec, **shape, parts=parts, seed=5, draw=draw).check(kernels, window=window)
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_no_number_leaves_none(kernels, codec, where):
+    """The engine says so of logits that are none, and would not of others that were made up."""
+    for softcap, repeats in ((None, 2), (5.0, 2), (None, 9)):
+        parts = [(20, 1), (3, 1), (40, 3), (2, 3), (1500, 1)]
+        memory = Memory(codec, codec, kv_heads=2, repeats=repeats, dim=64, tokens=16, parts=parts, seed=6)
+        q, kv = memory.projected()
+        for row in (0, 3, 8):
+            if where == "q":
+                q[row].view(repeats, 2, 64)[:, 1, 3] = torch.nan
+            else:
+                kv[row, 1 if where == "k" else 3, 3] = torch.nan
+        out = memory.attend(kernels, q, kv, softcap=softcap).view(-1, repeats, 2, 64)
+        # The fifth row sees the fourth.
+        for row in (0, 3, 8, *[4] * (where != "q")):
+            assert out[row, :, 1, 3].isnan().all()
+        assert out[[1, 5, 6, 7]].isfinite().all()
+
+
+@pytest.mark.parametrize("pair", [("int4a", "int8"), ("fp8", "bf16")], ids="-".join)
+def test_memory_beyond_four_gigabytes(kernels, pair):
+    shape = {"kv_heads": 2, "repeats": 4, "dim": 64, "tokens": 32}
+    memory = Memory(*pair, **shape, parts=[(70, 1), (150, 4)], seed=7, apart=3 * 2**29)
+    assert len(memory.arena) > 2**32
+    memory.check(kernels)
+
+
 @pytest.mark.parametrize("pair", [("int8", "int4"), ("int4a", "int8"), ("bf16", "bf16")], ids="-".join)
 def test_threads_change_nothing(kernels, pair):
     """Long contexts are cut into as many parts for one thread as for many."""
@@ -194,22 +289,7 @@ def test_numbers_at_the_edges_are_packed_as_the_oracle_does(kernels, codec, side
     rows[9] = torch.linspace(-0.02, 0.02, 64)
     rows[10, :32] = 0
     rows = rows.to(BF16)
-    module = kernels.module
-    geometry = module.Geometry(
-        slab_bytes=memory.slab_bytes, blocks_per_slab=3, block_bytes=memory.layer_bytes, layer_bytes=memory.layer_bytes,
-        key_run_bytes=memory.coding[0].run_bytes, value_run_bytes=memory.coding[1].run_bytes,
-        key=CODECS[memory.coding[0].codec], value=CODECS[memory.coding[1].codec], block_tokens=16,
-        kv_heads=1, dim=64, repeats=1,
-    )  # fmt: skip
-    none = np.array([], np.int64)
-    segment = module.Segment(
-        geometry=geometry, arena=memory.arena.data_ptr(), layers=[0], blocks=memory.tables[0], begin=np.array([0]),
-        count=np.array([16]), seen=np.arange(16),
-    )  # fmt: skip
-    plan = module.Plan(segments=[segment], open=0, scale=1.0, softcap=0.0, window=0, runs=none, sealed=none)
-    kv = torch.stack((rows, rows), 1).contiguous()
-    q, out = torch.zeros(16, 1, 64, dtype=BF16), torch.empty(16, 1, 64, dtype=BF16)
-    plan.attend(kernels.amx, 0, q.data_ptr(), 64, kv.data_ptr(), 128, out.data_ptr())
+    memory.attend(kernels, torch.zeros(16, 1, 64, dtype=BF16), torch.stack((rows, rows), 1).contiguous())
     number = 0 if side == "key" else 1
     packed = memory.coding[number].pack(rows[None])
     assert torch.equal(memory.runs(int(memory.tables[0][0]), number), packed)

@@ -227,6 +227,25 @@ def test_chunks_of_attention(generator):
     check(scene_of(group, [(64, 1), (20, 30), (95, 1)], generator), generator, repeats=3)
 
 
+@pytest.mark.parametrize("where", ["query", "key", "value"])
+@pytest.mark.parametrize("codec", STORED)
+def test_what_is_no_number_leaves_none(codec, where, generator):
+    group = group_of(key=codec, value=codec, dim=64, kv_heads=2, block_tokens=16, layers=1)
+    scene = scene_of(group, [(20, 2), (3, 1)], generator)
+    arena = scene.arena.to(DEVICE)
+    plan = TritonAttention(arena, group, scene.layout, 0, Scores(scale=0.125, softcap=5.0), 3).plan(scene.spans)
+    q, kv = torch.randn(3, 3, 2, 64, generator=generator), torch.randn(3, 4, 64, generator=generator)
+    if where == "query":
+        q[0, :, 1, 3] = torch.nan
+    else:
+        kv[0, 1 if where == "key" else 3, 3] = torch.nan
+    out = plan.attend(0, q.to(DEVICE), kv.to(DEVICE), None).cpu().view(3, 3, 2, 64)
+    assert out[0, :, 1, 3].isnan().all()
+    assert where == "query" or out[1, :, 1, 3].isnan().all()
+    assert out[:, :, 0].isfinite().all()
+    assert out[2].isfinite().all()
+
+
 @pytest.mark.parametrize("window", [None, 700])
 def test_long_contexts_are_cut_and_merged(window, generator):
     group = group_of(key="int8", value="int4", dim=64, kv_heads=1, window=window, block_tokens=16, layers=1)

@@ -89,7 +89,8 @@ inline void store(bf16* p, __m512 x) {
 
 // Two to the power of x, for x down to kLowest; relative error below 4e-6, far under the rounding to bf16.
 inline __m512 exp2(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(kLowest));
+    // Of a number and none these take the second.
+    x = _mm512_max_ps(_mm512_set1_ps(kLowest), x);
     const __m512 whole = _mm512_roundscale_ps(x, 0);
     const __m512 f = _mm512_sub_ps(x, whole);
     // Taylor's series of 2^f on [-0.5, 0.5].
@@ -115,9 +116,20 @@ inline __m512 exp2_roughly(__m512 x) {
 }
 
 inline __m512 tanh(__m512 x) {
-    const __m512 e = exp2(_mm512_mul_ps(_mm512_min_ps(x, _mm512_set1_ps(15)), _mm512_set1_ps(2.8853901f)));
+    const __m512 e = exp2(_mm512_mul_ps(_mm512_min_ps(_mm512_set1_ps(15), x), _mm512_set1_ps(2.8853901f)));
     return _mm512_sub_ps(_mm512_set1_ps(1),
                          _mm512_div_ps(_mm512_set1_ps(2), _mm512_add_ps(e, _mm512_set1_ps(1))));
+}
+
+// Magnitudes as whole numbers, among which what is no number is the largest.
+inline __m512i magnitudes(__m512 x) { return _mm512_castps_si512(_mm512_abs_ps(x)); }
+
+// The largest magnitude; no number where there is one that is none.
+inline float largest_of(__m512i magnitudes) {
+    const int bits = _mm512_reduce_max_epi32(magnitudes);
+    float largest;
+    std::memcpy(&largest, &bits, 4);
+    return largest;
 }
 
 // Transposes sixteen vectors of sixteen 32-bit elements.

@@ -30,12 +30,14 @@ inline __m512 of_half(const char* p) {
     return _mm512_cvtph_ps(_mm256_set1_epi16(static_cast<short>(bits)));
 }
 
-// e4m3 in 32-bit lanes. Its bits, moved to float32's places, are the number times 2^-120, subnormal ones too.
+// e4m3 in 32-bit lanes. Its bits, moved to float32's places, are the number times 2^-120, subnormal ones too; all ones
+// behind the sign are no number.
 inline __m512 of_fp8(__m512i bits) {
     const __m512i sign = _mm512_slli_epi32(_mm512_and_si512(bits, _mm512_set1_epi32(0x80)), 24);
     const __m512i rest = _mm512_slli_epi32(_mm512_and_si512(bits, _mm512_set1_epi32(0x7f)), 20);
-    const __m512 small = _mm512_castsi512_ps(_mm512_or_si512(sign, rest));
-    return _mm512_mul_ps(small, _mm512_castsi512_ps(_mm512_set1_epi32((127 + 120) << 23)));
+    const __mmask16 none = _mm512_cmpeq_epi32_mask(rest, _mm512_set1_epi32(0x7f << 20));
+    const __m512i small = _mm512_mask_mov_epi32(_mm512_or_si512(sign, rest), none, _mm512_set1_epi32(0x7fc00000));
+    return _mm512_mul_ps(_mm512_castsi512_ps(small), _mm512_castsi512_ps(_mm512_set1_epi32((127 + 120) << 23)));
 }
 
 inline __m512i bytes(const char* p) {
@@ -196,6 +198,12 @@ inline void pack_group(Codec codec, const bf16* from, Packed& packed) {
     float scale, shift = 0;
     int least_code, most_code, zero = 0;
     packed.least = 0;
+    if (_mm512_cmp_ps_mask(low, high, _CMP_UNORD_Q) != 0) {
+        // One that is no number leaves none of the 32.
+        std::memset(packed.codes, 0, kGroup);
+        packed.scale = 0x7e00;
+        return;
+    }
     if (codec == Codec::kInt4Affine) {
         const float least = _mm512_reduce_min_ps(_mm512_min_ps(low, high));
         const float most = _mm512_reduce_max_ps(_mm512_max_ps(low, high));
@@ -243,7 +251,7 @@ inline void pack_group(Codec codec, const bf16* from, Packed& packed) {
     }
 }
 
-// float32 to e4m3, to nearest even, saturated at 448.
+// float32 to e4m3, to nearest even, saturated at 448; what is no number stays none.
 inline std::uint8_t to_fp8(float x) {
     std::uint32_t bits;
     std::memcpy(&bits, &x, 4);
@@ -251,6 +259,7 @@ inline std::uint8_t to_fp8(float x) {
     bits &= 0x7fffffff;
     float magnitude;
     std::memcpy(&magnitude, &bits, 4);
+    if (bits > 0x7f800000) return sign | 0x7f;
     if (magnitude >= 448) return sign | 0x7e;
     if (magnitude < 0x1p-6f)
         // Adding and taking away what has 2^-9 as its last place rounds to it.

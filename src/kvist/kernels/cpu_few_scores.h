@@ -86,11 +86,11 @@ class FewScores {
 
     void pack_bytes(const bf16* from, int i, int r) {
         const int set = r / 4, column = r % 4 * kColumns;
-        __m512 most = _mm512_setzero_ps();
-        for (int d = 0; d < shape_.dim; d += kLanes) most = _mm512_max_ps(most, _mm512_abs_ps(load(from + d)));
-        const float largest = _mm512_reduce_max_ps(most);
+        __m512i most = _mm512_setzero_si512();
+        for (int d = 0; d < shape_.dim; d += kLanes) most = _mm512_max_epi32(most, magnitudes(load(from + d)));
+        const float largest = largest_of(most);
         const float step = largest / kMost;
-        // Of a query below this nothing is seen in any score.
+        // Of a query below this nothing is seen in any score; of one that holds no number the step is none either.
         const __m512 share = _mm512_set1_ps(largest > 1e-30f ? kMost / largest : 0);
         for (int c = 0; c < kColumns; ++c) s_.weight[i][set][column + c] = c < 2 ? 128 * step : step;
         for (int d = 0; d < shape_.dim; d += kLanes) {

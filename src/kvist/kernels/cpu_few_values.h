@@ -187,15 +187,16 @@ class FewValues {
 
     // A query's weights times the values' scales, as two rows of bytes; returns what they are multiples of.
     static float weigh(const float* p, std::int8_t (*to)[kKeys], const __m512 scale[kParts]) {
-        __m512 x[kParts], most[kParts];
+        __m512 x[kParts];
+        __m512i most[kParts];
         for (int part = 0; part < kParts; ++part) {
             x[part] = _mm512_mul_ps(scale[part], _mm512_load_ps(p + part * kLanes));
-            most[part] = _mm512_abs_ps(x[part]);
+            most[part] = magnitudes(x[part]);
         }
         for (int half = kParts / 2; half > 0; half /= 2)
-            for (int part = 0; part < half; ++part) most[part] = _mm512_max_ps(most[part], most[part + half]);
-        const float largest = _mm512_reduce_max_ps(most[0]);
-        // Weights so small beside the largest that was seen add nothing.
+            for (int part = 0; part < half; ++part) most[part] = _mm512_max_epi32(most[part], most[part + half]);
+        const float largest = largest_of(most[0]);
+        // Weights so small beside the largest that was seen add nothing; where one is no number, what is returned is none.
         const __m512 share = _mm512_set1_ps(largest > 1e-30f ? kMost / largest : 0);
         // Packing goes lane by lane, four tokens of each of four vectors; turned about they are in order again.
         const __m512i turned = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);

@@ -130,14 +130,16 @@ KVIST_INLINE std::uint8_t to_fp8(float x) {
 
 // ---- functions ------------------------------------------------------------------------------------------------------
 
-// Adding it leaves an integer of up to 22 bits in the lowest bits, rounded to the nearest, to even from the middle.
-constexpr float kRounder = 0x1.8p23f;
+// Adding it leaves an integer of up to 22 bits in the lowest bits, rounded to the nearest, to even from the middle; with
+// the bias of float32's exponent, that of two to the power of the integer.
+constexpr float kRounder = 0x1.8p23f, kBiasedRounder = kRounder + 127;
 
-// Two to the power of x <= 0, relative error below 2e-7; below 2^-125 it is 0.
+// Two to the power of x <= 0, relative error below 2e-7; below 2^-125 it is 0. What is no number stays none, whatever
+// bits it has.
 KVIST_INLINE Floats exp2(Floats x) {
     const Floats bounded = larger(all(-125.0f), x);
-    const Floats shifted = bounded + kRounder;
-    const Floats f = bounded - (shifted - kRounder);
+    const Floats shifted = bounded + kBiasedRounder;
+    const Floats f = bounded - (shifted - kBiasedRounder);
     // Taylor's series of 2^f on [-0.5, 0.5].
     Floats p = f * 1.5403530e-4f + 1.3333558e-3f;
     p = p * f + 9.6181291e-3f;
@@ -145,7 +147,7 @@ KVIST_INLINE Floats exp2(Floats x) {
     p = p * f + 2.4022651e-1f;
     p = p * f + 6.9314718e-1f;
     p = p * f + 1.0f;
-    const Floats result = (Floats)((Bits)p + ((Bits)shifted << 23));
+    const Floats result = p * (Floats)((Bits)shifted << 23);
     return x < -125.0f ? Floats{} : result;
 }
 

@@ -19,14 +19,20 @@ def _f16(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _holds_none(x: tl.tensor) -> tl.tensor:
+    """Whether there is what is no number in ``[tokens, groups, …]``, by group: the largest of numbers leaves it out."""
+    return tl.max((x != x).to(tl.int32), axis=2) > 0
+
+
+@triton.jit
 def _bits(x: tl.tensor) -> tl.tensor:
     return x.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _scaled(x: tl.tensor, scale: tl.tensor, low: tl.constexpr, high: tl.constexpr) -> tl.tensor:
-    """Codes of ``[tokens, groups, …]``; 0 where the scale is."""
-    some = scale != 0.0
+    """Codes of ``[tokens, groups, …]``; 0 where the scale is, or is no number."""
+    some = (scale == scale) & (scale != 0.0)
     ratio = tl.div_rn(x, tl.broadcast_to(tl.where(some, scale, 1.0)[:, :, None], x.shape))
     ratio = tl.minimum(tl.maximum(ratio, low), high)
     return tl.where(tl.broadcast_to(some[:, :, None], x.shape), whole(ratio), 0.0)
@@ -94,6 +100,7 @@ def append_side(
             x = tl.load(source + column[None, :], mask=inside, other=0.0).to(tl.float32)
             x = tl.reshape(x, shape)
             scale = _f16(tl.div_rn(tl.max(tl.abs(x), axis=2), tl.full((TOKENS, GROUPS), 127.0, tl.float32)))
+            scale = tl.where(_holds_none(x), float("nan"), scale).to(tl.float16)
             codes = _scaled(x, scale.to(tl.float32), -127.0, 127.0).to(tl.int8)
             tl.store(target, tl.reshape(codes, (TOKENS, GROUPS * EACH)), mask=inside)
             tl.store(scale_at, scale, mask=whole_groups)
@@ -103,6 +110,7 @@ def append_side(
             high = tl.load(source + (low_element + HIGH)[None, :], mask=inside, other=0.0).to(tl.float32)
             low = tl.reshape(low, shape)
             high = tl.reshape(high, shape)
+            none = _holds_none(low) | _holds_none(high)
             if CODEC == "int4":
                 # The first element of the largest magnitude, with its sign, becomes -8.
                 peak = tl.maximum(tl.max(tl.abs(low), axis=2), tl.max(tl.abs(high), axis=2))
@@ -117,12 +125,14 @@ def append_side(
                 signed = signed + tl.sum(tl.where(high_place == firsts, _bits(high), 0), axis=2)
                 signed = signed.to(tl.uint32).to(tl.float32, bitcast=True)
                 scale = _f16(tl.div_rn(signed, tl.full((TOKENS, GROUPS), -8.0, tl.float32)))
+                scale = tl.where(none, float("nan"), scale).to(tl.float16)
                 low = _scaled(low, scale.to(tl.float32), -8.0, 7.0) + 8.0
                 high = _scaled(high, scale.to(tl.float32), -8.0, 7.0) + 8.0
             else:
                 least = tl.minimum(tl.min(low, axis=2), tl.min(high, axis=2))
                 most = tl.maximum(tl.max(low, axis=2), tl.max(high, axis=2))
                 scale = _f16(tl.div_rn(most - least, tl.full((TOKENS, GROUPS), 15.0, tl.float32)))
+                scale = tl.where(none, float("nan"), scale).to(tl.float16)
                 minimum = _f16(least)
                 bottom = tl.broadcast_to(minimum.to(tl.float32)[:, :, None], shape)
                 low = _scaled(low - bottom, scale.to(tl.float32), 0.0, 15.0)

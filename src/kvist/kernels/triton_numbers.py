@@ -13,10 +13,10 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def nearest_bf16(x: tl.tensor) -> tl.tensor:
-    """float32 to the nearest number that bf16 has, still float32."""
+    """float32 to the nearest number that bf16 has, still float32; what is no number stays none."""
     bits = x.to(tl.uint32, bitcast=True)
     bits = bits + (((bits >> 16) & 1) + 0x7FFF)
-    return ((bits >> 16) << 16).to(tl.float32, bitcast=True)
+    return tl.where(x == x, ((bits >> 16) << 16).to(tl.float32, bitcast=True), x)
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def tanh(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def fp8_codes(x: tl.tensor) -> tl.tensor:
-    """float32 to e4m3fn (arXiv:2209.05433) as uint8, saturating at 448.
+    """float32 to e4m3fn (arXiv:2209.05433) as uint8, saturating at 448; what is no number stays none.
 
     As PyTorch's ``fp8e4m3fn_from_fp32_value``: below the smallest normal number an addition shifts and rounds.
     """
@@ -64,15 +64,20 @@ def fp8_codes(x: tl.tensor) -> tl.tensor:
     small = (size + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
     bits = tl.maximum(size, 0.015625).to(tl.uint32, bitcast=True)
     large = (bits - 0x3BF80001 + ((bits >> 20) & 1)) >> 20
-    return (tl.where(size < 0.015625, small, large) | sign).to(tl.uint8)
+    codes = tl.where(size < 0.015625, small, large)
+    return (tl.where(x == x, codes, 0x7F) | sign).to(tl.uint8)
 
 
 @triton.jit
 def fp8_values(codes: tl.tensor) -> tl.tensor:
-    """e4m3fn as uint8 to float32: f16 has the same fields, one bit wider in the exponent, whose bias is 8 larger."""
+    """e4m3fn as uint8 to float32: f16 has the same fields, one bit wider in the exponent, whose bias is 8 larger.
+
+    What is no number has all bits of both fields, which in f16 are moved up together.
+    """
     wide = codes.to(tl.uint16)
-    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-    return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    rest = wide & 0x7F
+    half = ((wide & 0x80) << 8) | tl.where(rest == 0x7F, 0x7E00, rest << 7)
+    return half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
 
 
 @triton.jit
