@@ -1,12 +1,18 @@
 """What a cartridge is worth and costs: fidelity against pruning at the same length, and the speed of its training.
 
-    python benchmarks/cartridge.py fidelity --out varde.cartridge --minutes 25
+    python benchmarks/cartridge.py fidelity --out varde.cartridge
+    python benchmarks/cartridge.py fidelity --document tarn --out tarn.cartridge
+    python benchmarks/cartridge.py together varde.cartridge tarn.cartridge
     python benchmarks/cartridge.py speed
 
-``fidelity`` trains a cartridge of a short history (``cartridge_data/varde.txt``) an eighth as long as it, and asks 24
-questions that are no part of the training: divergence of the answers from those behind the whole text, as trained and
-in int8/int4, beside H2O, SnapKV, StreamingLLM and truncation at the same length, all of them before the question is
-known. The questions were written by hand beside the text.
+``fidelity`` trains a cartridge of a short history (``cartridge_data/varde.txt``, or ``tarn.txt``) an eighth as long as
+it, as ``kvist cartridge train`` does where nothing else is said, and asks 24 questions that are no part of the
+training: divergence of the answers from those behind the whole text, as trained and in int8/int4, beside H2O, SnapKV,
+StreamingLLM and truncation at the same length, all of them before the question is known. The questions were written by
+hand beside the text.
+
+``together`` asks the questions about each text behind its own cartridge alone, with the other behind it, with the other
+before it, and behind the other alone.
 
 ``speed`` takes steps of training on one batch, in kvist and in a plain loop over transformers with its cache as the
 parameters; weights are random there, which costs the same.
@@ -23,7 +29,7 @@ from pathlib import Path
 import torch
 
 from kvist.cartridges.distillation import Targets, divergence
-from kvist.cartridges.evaluation import evaluate, read_questions
+from kvist.cartridges.evaluation import Question, evaluate, read_questions
 from kvist.cartridges.make import Study, make
 from kvist.cartridges.self_study import Item, Writer
 from kvist.cartridges.student import Student
@@ -41,7 +47,7 @@ def fidelity(args: argparse.Namespace) -> None:
     out = Path(args.out)
     if not out.exists():
         began, used = time.monotonic(), time.process_time()
-        settings = Settings(steps=args.steps, minutes=None if args.steps else args.minutes, batch_tokens=args.batch)
+        settings = Settings(steps=args.steps, rate=args.rate, batch_tokens=args.batch, seed=args.seed)
 
         def told(stage: str, done: float, progress: Progress | None = None) -> None:
             if progress is not None and progress.step % 10 == 0:
@@ -49,7 +55,16 @@ def fidelity(args: argparse.Namespace) -> None:
 
         study = Study(tokens=args.tokens, items=args.items)
         resume = out.with_name(f"{out.name}.checkpoint").exists()
-        make(ModelSpec.read(MODEL), DATA / "varde.txt", study, settings, out, dtype="bf16", resume=resume, told=told)
+        make(
+            ModelSpec.read(MODEL),
+            DATA / f"{args.document}.txt",
+            study,
+            settings,
+            out,
+            dtype="bf16",
+            resume=resume,
+            told=told,
+        )
         print(f"trained in {time.monotonic() - began:.0f} s, {time.process_time() - used:.0f} s of processors")
     cartridge = load(out)
     engine = Engine(MODEL, dtype="bf16", cartridges={"it": cartridge})
@@ -59,9 +74,7 @@ def fidelity(args: argparse.Namespace) -> None:
             engine.spec, dtype="bf16", format=CacheFormat(key=key, value=value), cartridges={"it": cartridge}
         )
         cartridges[f"cartridge {key}/{value}"] = stored, stored.shelf.named("it")
-    writer = Writer(engine.tokenizer)
-    document = engine.tokenizer.encode((DATA / "varde.txt").read_text())
-    questions = read_questions(DATA / "varde.json", writer)
+    document, questions = asked_about(args.document, engine)
     rows = evaluate(engine, document, questions, cartridges, tokens=cartridge.tokens)
     print(f"{len(questions)} questions, {rows[0].answered} tokens of answers; {cartridge.manifest.steps} steps")
     for row in rows:
@@ -69,6 +82,27 @@ def fidelity(args: argparse.Namespace) -> None:
     by_name = {row.memory: row for row in rows}
     print(f"of H2O's divergence: {by_name['cartridge'].kl / by_name['h2o'].kl:.2f}")
     print(json.dumps([row.to_dict() for row in rows]))
+
+
+def asked_about(name: str, engine: Engine) -> tuple[list[int], list[Question]]:
+    """A text's tokens, and the questions about it."""
+    document = engine.tokenizer.encode((DATA / f"{name}.txt").read_text())
+    return document, read_questions(DATA / f"{name}.json", Writer(engine.tokenizer))
+
+
+def together(args: argparse.Namespace) -> None:
+    files = {Path(load(Path(file)).manifest.document).stem: load(Path(file)) for file in args.files}
+    engine = Engine(MODEL, dtype="bf16", cartridges=files)
+    for name in files:
+        (other,) = files.keys() - {name}
+        lists = ([name], [name, other], [other, name], [other])
+        held = {" + ".join(names): (engine, engine.shelf.hold(names)) for names in lists}
+        document, questions = asked_about(name, engine)
+        print(f"questions about {name}")
+        for row in evaluate(engine, document, questions, held, tokens=files[name].tokens, against=("truncated",)):
+            print(f"{row.memory:22} {row.tokens:6,} {row.kl:8.4f} {row.top1_agreement:7.1%} {row.likelihood:8.4f}")
+        for _, each in held.values():
+            engine.shelf.let_go(each)
 
 
 def speed(args: argparse.Namespace) -> None:
@@ -143,14 +177,19 @@ def main() -> None:
     command = parts.add_parser("fidelity")
     command.add_argument("--out", default="varde.cartridge")
     command.add_argument("--tokens", type=int, default=128)
-    command.add_argument("--minutes", type=float, default=20.0)
-    command.add_argument("--steps", type=int)
+    command.add_argument("--document", choices=["varde", "tarn"], default="varde")
+    command.add_argument("--steps", type=int, default=Settings.steps)
+    command.add_argument("--rate", type=float, default=Settings.rate)
+    command.add_argument("--batch", type=int, default=Settings.batch_tokens)
     command.add_argument("--items", type=int, default=480)
-    command.add_argument("--batch", type=int, default=1024)
+    command.add_argument("--seed", type=int, default=0)
     command.set_defaults(run=fidelity)
+    command = parts.add_parser("together")
+    command.add_argument("files", nargs=2, metavar="FILE", help="cartridges of both texts")
+    command.set_defaults(run=together)
     command = parts.add_parser("speed")
     command.add_argument("--tokens", type=int, default=128)
-    command.add_argument("--batch", type=int, default=1024)
+    command.add_argument("--batch", type=int, default=Settings.batch_tokens)
     command.add_argument("--repeats", type=int, default=3)
     command.set_defaults(run=speed)
     args = parser.parse_args()

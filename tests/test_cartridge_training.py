@@ -159,7 +159,7 @@ def test_it_learns_what_the_document_does(student: Student) -> None:
 
 
 def test_a_resumed_training_ends_where_an_uninterrupted_one_does(student: Student, tmp_path: Path) -> None:
-    settings = Settings(steps=6, batch_tokens=128)
+    settings = Settings(steps=6, rate=0.01, batch_tokens=128)
     whole = begun(student, settings)
     whole.run()
     path = tmp_path / "c.checkpoint"

@@ -42,11 +42,11 @@ class Settings:
         seed: of batches.
     """
 
-    steps: int | None = 100
+    steps: int | None = 200
     minutes: float | None = None
-    rate: float = 1e-2
+    rate: float = 2e-2
     warmup: int = 5
-    batch_tokens: int = 2048
+    batch_tokens: int = 512
     frozen: int = 1
     seed: int = 0
 

@@ -46,7 +46,7 @@ def _add_train(parts: Any) -> None:
     )
     command.add_argument("-o", "--out", required=True, metavar="FILE", help="where to")
     length = command.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=values.whole(1, 10**7), metavar="N", help="of training (100)")
+    length.add_argument("--steps", type=values.whole(1, 10**7), metavar="N", help="of training (200)")
     length.add_argument("--minutes", type=values.number(0, 10**5, above=True), metavar="X", help="of training instead")
     command.add_argument("--items", type=values.whole(20, 10**6), default=480, metavar="N", help="to learn from (480)")
     command.add_argument(
@@ -56,10 +56,10 @@ def _add_train(parts: Any) -> None:
         "--chunk", type=values.tokens(16, 2**20), default=2048, metavar="N", help="tokens read before an item (2k)"
     )
     command.add_argument(
-        "--rate", type=values.number(0, 10, above=True), default=1e-2, metavar="X", help="of Adam, at most (0.01)"
+        "--rate", type=values.number(0, 10, above=True), default=2e-2, metavar="X", help="of Adam, at most (0.02)"
     )
     command.add_argument(
-        "--batch", type=values.tokens(16, 2**20), default=2048, metavar="N", help="tokens of a step (2k)"
+        "--batch", type=values.tokens(16, 2**20), default=512, metavar="N", help="tokens of a step (512)"
     )
     command.add_argument(
         "--frozen", type=values.whole(0, 2**20), default=1, metavar="N", help="leading tokens that stay (1)"
@@ -135,7 +135,7 @@ def run_train(args: argparse.Namespace) -> int:
 
     study = Study(tokens=args.tokens, items=args.items, written=args.written, chunk=args.chunk)
     settings = Settings(
-        steps=args.steps if args.steps or args.minutes else 100,
+        steps=args.steps if args.steps or args.minutes else 200,
         minutes=args.minutes,
         rate=args.rate,
         batch_tokens=args.batch,
