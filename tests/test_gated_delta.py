@@ -61,7 +61,7 @@ class Inputs:
         begins = begin + np.cumsum(counts) - counts
         order = np.argsort(-((counts - 1) // CHUNK), kind="stable")
         chunks = Chunks(counts[order].tolist(), HEADS)
-        rows = chunks.rows(begins[order])
+        rows = chunks.rows(begins[order], len(self.v))
 
         def cut(tensor: Tensor) -> Tensor:
             taken = tensor[begin:end] if rows is None else tensor.index_select(0, rows)
@@ -116,6 +116,34 @@ def test_steps_are_the_recurrence() -> None:
     out = step(torch.stack((inputs.q, inputs.k), 1), inputs.v, inputs.g, inputs.beta, state.unbind())
     for ours, expected in zip((out, state), inputs.recurrence(), strict=True):
         assert close(ours, expected)
+
+
+def test_a_whole_chunk_before_one_that_decodes(tmp_path: Path) -> None:
+    """A prompt's tokens are all whole chunks, and lie before the token of a request that came later."""
+    pytest.importorskip("transformers")
+    from served import Session, build, oracle_logits, prompts_of
+    from served_delta import CASES
+
+    from kvist.scheduler import Batch, Chunk, Request
+
+    served = build(CASES["qwen3.5"], tmp_path)
+    manager = Session(served).manager
+    first, second = (
+        Request(str(number), manager.begin(np.array(prompt, np.int32)), 1)
+        for number, prompt in enumerate(prompts_of(CHUNK + 1, 9))
+    )
+    for parts in ([(second, 8)], [(first, CHUNK), (second, 1)]):
+        chunks = []
+        for request, count in parts:
+            start = request.sequence.length
+            assert manager.reserve(request.sequence, count).limit == start + count
+            chunks.append(Chunk(request, start, count, samples=True))
+        logits = served.runner.run(Batch(chunks, []))
+        for chunk in chunks:
+            manager.commit(chunk.request.sequence, chunk.start + chunk.count)
+    for request, found in zip((first, second), logits, strict=True):
+        expected = oracle_logits(served.oracle, request.sequence.known()[: request.sequence.length])[-1]
+        assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 def test_in_bf16(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Pruning: every method, over formats and families, against a dense pass with the same tokens masked; memory freed."""
 
+from typing import Any
+
 import pytest
 import torch
 from pruned import PrunedSession
@@ -243,6 +245,7 @@ def test_column_sums(softcap: float | None, sinks: bool, monkeypatch: pytest.Mon
         ("streaming:0+300", "streaming:0+300", 300),
         ("streaming:0.25", "streaming:0.25", 250),
         ("h2o:0.001", "h2o:0.001", LEAST),
+        ("h2o:0.0000001", "h2o:0.0000001", LEAST),
     ],
 )
 def test_budgets_as_they_are_written(text: str, printed: str, keep: int) -> None:
@@ -255,6 +258,12 @@ def test_budgets_as_they_are_written(text: str, printed: str, keep: int) -> None
 
 def test_none_is_no_pruning() -> None:
     assert Pruning.read("none") is None
+
+
+@pytest.mark.parametrize("share", [float("nan"), -0.5, True, "0.5"])
+def test_a_share_is_a_number(share: Any) -> None:
+    with pytest.raises(InputError, match="a share is above 0 and at most 1"):
+        Pruning(method="h2o", share=share)
 
 
 @pytest.mark.parametrize(
@@ -270,6 +279,7 @@ def test_none_is_no_pruning() -> None:
         ("snapkv:-1", "is no budget"),
         ("streaming:4+0", "4 tokens; a whole number above 4"),
         ("streaming:4+x", "or streaming:4+1020, first and newest tokens"),
+        ("streaming:9999999999+5", "is no budget of streaming"),
     ],
 )
 def test_what_is_written_otherwise_is_refused(text: str, told: str) -> None:

@@ -84,17 +84,18 @@ class Chunks:
                 self.runs.append(Run(begin=begin, end=begin + waves[-1], waves=tuple(waves)))
                 begin, waves = begin + waves[-1], []
 
-    def rows(self, begins: Index) -> Tensor | None:
+    def rows(self, begins: Index, count: int) -> Tensor | None:
         """Which row each place of the chunks takes, int64 ``[size x CHUNK]``, of rows in which sequences lie so.
 
         Args:
             begins: each sequence's first row; its others follow.
+            count: rows that there are, those of others among them.
 
         Returns:
-            None where they are as they lie. Places without a token take the row of the sequence's last.
+            None where they are all, as they lie. Places without a token take the row of the sequence's last.
         """
         rows = (begins[self.sequence][:, None] + self._place).ravel()
-        if not self.padded and np.array_equal(rows, np.arange(len(rows))):
+        if not self.padded and np.array_equal(rows, np.arange(count)):
             return None
         return torch.from_numpy(rows)
 

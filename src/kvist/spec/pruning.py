@@ -17,6 +17,7 @@ or the budget and the slack; the others prune a prompt once, and keep every toke
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cached_property
 from math import ceil
 
@@ -88,7 +89,8 @@ class Pruning:
             raise InputError("evict: give a share of the prompt or a number of tokens, one of them", key="evict")
         if type(self.sinks) is not int or self.sinks < 0:
             raise InputError(f"evict: {self.sinks!r} first tokens; a whole number, 0 or more", key="evict")
-        if self.share is not None and not 0 < self.share <= 1:
+        number = isinstance(self.share, float | int) and not isinstance(self.share, bool)
+        if self.share is not None and not (number and 0 < self.share <= 1):
             raise InputError(f"evict: {self.share!r} of the prompt; a share is above 0 and at most 1", key="evict")
         if self.tokens is not None and (type(self.tokens) is not int or self.tokens <= self.sinks):
             raise InputError(
@@ -108,28 +110,29 @@ class Pruning:
         name, _, budget = text.partition(":")
         if name not in METHODS:
             known = ", ".join(f"{method}:BUDGET" for method in METHODS)
-            raise InputError(f"evict: {text!r} is no method with a budget; write {known} or none", key="evict")
+            raise InputError(f"evict: {text[:40]!r} is no method with a budget; write {known} or none", key="evict")
         if re.fullmatch(r"[0-9]*\.[0-9]+|[0-9]+\.", budget):
             return cls(method=name, share=float(budget))
         sinks, plus, recent = budget.partition("+")
         try:
             if not plus:
                 return cls(method=name, tokens=parse_tokens(budget))
-            if name == "streaming" and sinks.isascii() and sinks.isdigit():
-                return cls(method=name, tokens=int(sinks[:9]) + parse_tokens(recent), sinks=int(sinks[:9]))
+            if name == "streaming" and re.fullmatch(r"[0-9]{1,9}", sinks):
+                return cls(method=name, tokens=int(sinks) + parse_tokens(recent), sinks=int(sinks))
         except InputError as error:
             if error.key == "evict":
                 raise
         own = "; or streaming:4+1020, first and newest tokens" if name == "streaming" else ""
         raise InputError(
-            f"evict: {budget!r} is no budget of {name}; write {name}:0.5, a share of the prompt, or {name}:512, "
+            f"evict: {budget[:40]!r} is no budget of {name}; write {name}:0.5, a share of the prompt, or {name}:512, "
             f"tokens{own}",
             key="evict",
         )
 
     def __str__(self) -> str:
         if self.share is not None:
-            return f"{self.method}:{float(self.share)}"
+            # As it is read: never with an exponent.
+            return f"{self.method}:{Decimal(repr(float(self.share))):f}"
         assert self.tokens is not None
         if self.method == "streaming":
             return f"{self.method}:{self.sinks}+{self.tokens - self.sinks}"

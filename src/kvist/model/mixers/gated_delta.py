@@ -178,8 +178,8 @@ class _Work:
         columns = net.kernel - 1
         ends = np.cumsum(lengths + columns)
         self.tails = torch.from_numpy((ends[:, None] - np.arange(columns, 0, -1)).ravel())
-        self.convolved = self.chunks.rows(ends - lengths - columns)
-        self.taken = self.chunks.rows(begins)
+        self.convolved = self.chunks.rows(ends - lengths - columns, int(ends[-1]) - columns)
+        self.taken = self.chunks.rows(begins, int(counts.sum()))
         if not one.size:
             self.places = self.chunks.places(begins, int(counts.sum()))
             return
