@@ -78,6 +78,11 @@ def test_the_command_asks(llama: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert kl["cartridge in bf16/bf16"] == pytest.approx(kl["cartridge"], rel=0.05)
     assert main([*command, "--count", "2"]) == 0
     assert "2 questions about varde.txt" in capsys.readouterr().out
+    told = replace(told, document_digest=sha256((12 * TEXT).encode()).hexdigest())
+    replace(cartridge, manifest=told).save(path, engine.groups)
+    document.write_text(12 * TEXT)
+    assert main(command) == 2
+    assert "llama reads 2,048" in capsys.readouterr().err.replace(llama.name, "llama")
     document.write_text("another")
     assert main(command) == 2
     assert "is not the varde.txt of which" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from signal import SIGTERM, Signals, getsignal, raise_signal
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from cartridge_models import TEXT, reading_model
 from safetensors.torch import load_file, save_file
 
 from kvist.cartridges.student import Student
+from kvist.cartridges.training import Training
 from kvist.cli import main
 from kvist.engine.tokenizer import Tokenizer
 from kvist.errors import BadFile, InputError
@@ -135,7 +137,26 @@ def test_bad_files_are_refused_by_name(folder: Path, tmp_path: Path, capsys: pyt
         ({"tensors": {**tensors, "layers.x.keys": torch.zeros(1)}}, "layers.x.keys: no tensor of a cartridge"),
         ({"tensors": {**tensors, "layers.1.keys": torch.zeros(16, 1, 16)}}, r"layers.1.keys is \[16, 1, 16\]"),
         ({"tensors": {**tensors, "layers.1.keys": torch.full((16, 2, 16), torch.nan)}}, "what is no number"),
+        ({"losses": "none"}, "losses are 'none', no numbers by name"),
+        ({"losses": {"before": "1", "after": 2.0}}, "no numbers by name"),
+        ({"losses": {"before": float("inf")}}, "no numbers by name"),
+        ({"document": "\x1b[2Jvarde"}, "document is .*, no line of text"),
+        ({"document": 3}, "document is 3, no line of text"),
+        ({"model": ["m"]}, "model is .*, no line of text"),
+        ({"seed": "0"}, "seed is '0', no whole number"),
+        ({"rope": {}}, "rope is {}, no list of rotary positions"),
+        ({"tensors": tensors | {"layers.1.keys": tensors["layers.1.keys"].half()}}, "layers.1.keys is torch.float16"),
+        (
+            {"tensors": tensors | {"layers.1.values": tensors["layers.1.values"].half()}},
+            "is torch.float16, not float32",
+        ),
+        ({"tensors": tensors | {"layers.1.latents": torch.zeros(16, 1, 64)}}, "layers.1.latents: no tensor of a"),
+        ({"tensors": tensors | {"layers.01.latents": torch.zeros(16, 1, 64)}}, "layers.01.latents: no tensor of a"),
+        ({"tensors": tensors | {f"layers.{'9' * 5000}.latents": torch.zeros(16, 1, 64)}}, "no tensor of a cartridge"),
     ]
+    save_file(tensors, path, {"kvist": '{"kind": ' + "[" * 10**5})
+    with pytest.raises(BadFile, match="no JSON"):
+        load(path)
     for told, message in cases:
         with pytest.raises(BadFile, match=message):
             load(tampered(folder, path, **told))
@@ -190,6 +211,67 @@ def test_the_command_says_what_is_wrong(folder: Path, tmp_path: Path, capsys: py
     assert "no UTF-8" in said(capsys, "train", model, str(tmp_path / "latin"), *SHORT, "--out", str(tmp_path / "o"))
     assert "--steps" in said(capsys, "train", model, document, *SHORT, *out, "--steps", "0")
     assert "cannot be written" in said(capsys, "train", model, document, *SHORT, "--out", str(tmp_path / "no" / "x"))
+    for name in ("x" * 300, "x" * 250, "x" * 5000):
+        assert "name too long" in said(capsys, "train", model, document, *SHORT, "--out", str(tmp_path / name))
+    for command in ("info", "list"):
+        assert "name too long" in said(capsys, command, "x" * 300)
+    assert "names this file twice" in said(capsys, "train", model, document, *SHORT, "--out", document)
+    assert "--frozen: 16 of 16" in said(
+        capsys, "train", model, document, *SHORT, "--frozen", "16", "--out", out[1] + "2"
+    )
+    (tmp_path / "long.txt").write_text(TEXT * 20)
+    long = ["train", model, str(tmp_path / "long.txt"), *SHORT, "--out", str(tmp_path / "long")]
+    assert "--tokens: 2,048 and 256 behind them are more than the 2,048" in said(capsys, *long, "--tokens", "2k")
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_what_was_learnt_is_kept(end: Any, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured = Training.measured
+    out = tmp_path / "out"
+    call = ["cartridge", "train", *inputs(folder), *SHORT, "--out", str(out)]
+    before = getsignal(SIGTERM)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def interrupted(training: Training, *given: Any) -> float:
+            if training.step:
+                if isinstance(end, Signals):
+                    raise_signal(end)
+                raise KeyboardInterrupt
+            return measured(training, *given)
+
+        patch.setattr(Training, "measured", interrupted)
+        assert main(call) == (128 + SIGTERM if end is SIGTERM else 130)
+    assert getsignal(SIGTERM) is before
+    assert [path.name for path in tmp_path.iterdir()] == ["out.checkpoint"]
+    assert "out.checkpoint has what was learnt: go on with --resume" in capsys.readouterr().err
+    for changed in (["--chunk", "100"], ["--written", "0.5"], ["--items", "21"], ["--rate", "1"]):
+        assert f"was begun with {changed[0][2:]}" in said(capsys, *call[1:], *changed, "--resume")
+    assert main([*call, "--resume"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    capsys.readouterr()
+
+
+def test_documents_that_are_no_prose(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines without an end, a last piece that says nothing, a script without spaces, a name with a line's end."""
+    model, _ = inputs(folder)
+    line = "The Varde Light was built in 1911 by Ida Holm. It stands on Hesja island.\n"
+    for text, chunk in (
+        (5 * line + "End.\n", "78"),
+        ("\n".join(f"12:{number:04} INFO worker took {number} ms" for number in range(60)), "2k"),
+        (
+            9 * "灯台は千九百十一年に建てられました。島の上に立っています。最初の守り人は十九年間そこにいました。\n",
+            "512",
+        ),
+    ):
+        document = tmp_path / "a\nb.txt"
+        document.write_text(text)
+        out = tmp_path / "out"
+        assert main(["cartridge", "train", model, str(document), *SHORT, "--chunk", chunk, "--out", str(out)]) == 0
+        assert load(out).manifest.document == "a?b.txt"
+    capsys.readouterr()
+    command = ["cartridge", "train", model, str(document), *SHORT, "--memory", "64KiB", "--out", str(tmp_path / "two")]
+    assert main(command) == 3
+    assert "the teacher's cache and model allow" in capsys.readouterr().err
 
 
 def test_models_with_states_have_none(tmp_path: Path) -> None:

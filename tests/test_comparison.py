@@ -16,10 +16,12 @@ from kvist.comparison.compare import Comparison, compare
 from kvist.comparison.journal import Journal
 from kvist.comparison.measure import BLOCK, Row
 from kvist.comparison.questions import DEPTHS, pieces_of
+from kvist.comparison.reader import Reader
 from kvist.comparison.settings import Setting, every_format, together, usual
 from kvist.engine.tokenizer import Tokenizer
-from kvist.errors import BadFile, InputError
+from kvist.errors import BadFile, DoesNotFit, InputError
 from kvist.report.comparison_page import page
+from kvist.report.comparison_plot import offsets
 from kvist.report.comparison_tables import remarks
 from kvist.spec.formats import CODECS, CacheFormat
 from kvist.spec.model import ModelSpec
@@ -215,6 +217,72 @@ def test_a_journal_goes_on_where_it_stood(model, text, found, tmp_path, monkeypa
         compare(model[0], text, [INT8], journal=path, seed=1, **SIZES)
 
 
+def test_rows_that_are_no_rows_are_measured_again(model, text, found, tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    compare(model[0], text, [INT8], journal=path, **SIZES)
+    good = path.read_text().splitlines()
+    row = json.loads(good[1])
+    asked = row["question"]
+    assert Journal(path, asked).find(INT8, "f32") is not None
+    for wrong in (
+        {"divergences": "abc"}, {"divergences": 3}, {"divergences": []}, {"divergences": [None]}, {"needle": "x"},
+        {"divergences": [float("nan")]}, {"bytes_per_token": 0}, {"perplexity": None}, {"label": 7},
+    ):  # fmt: skip
+        path.write_text("\n".join([good[0], json.dumps(row | wrong), '{"question": ' + "[" * 10**5]))
+        assert list(Journal(path, asked).rows) == ["f32/f32"]
+    for other in ("Sing, goddess, the anger of Achilles.\n", "[]\n", "\x00" * 99):
+        path.write_text(other)
+        with pytest.raises(BadFile, match="is no journal of comparisons; name another file"):
+            Journal(path, asked)
+    path.write_text('{"quest')
+    book = Journal(path, asked)
+    book.add(found.rows[1])
+    assert Journal(path, asked).rows.keys() == {"int8/int8"}
+    # Other weights of the same name are another question.
+    monkeypatch.setattr("kvist.comparison.compare.model_digest", lambda spec: "others")
+    monkeypatch.setattr("kvist.comparison.compare.Reader", None)
+    path.write_text("\n".join(good))
+    with pytest.raises(TypeError):
+        compare(model[0], text, [INT8], journal=path, **SIZES)
+
+
+def test_the_type_of_computation_is_the_full_cache(model, text, found):
+    plain = CacheFormat(key="f32", value="f32")
+    again = compare(model[0], text, [Setting(format=plain), HALF, replace(HALF, format=plain)], **SIZES)
+    assert [row.label for row in again.rows] == ["f32/f32", "streaming:0.5"]
+
+
+def test_answers_that_are_no_numbers(model, text, monkeypatch):
+    behind = Reader.behind
+
+    def broken(reader, *asked):
+        logs = behind(reader, *asked)
+        return logs * torch.nan if reader.manager.groups[0].format.key == "int8" else logs
+
+    monkeypatch.setattr(Reader, "behind", broken)
+    sizes = SIZES | {"pieces": 1}
+    found = compare(model[0], text, [INT8, HALF], **sizes)
+    assert [row.label for row in found.rows] == ["f32/f32", "streaming:0.5"]
+    assert "hold what is no number" in found.left_out["int8/int8"]
+    monkeypatch.setattr(Reader, "behind", lambda *asked: behind(*asked) * torch.nan)
+    with pytest.raises(InputError, match="hold what is no number") as caught:
+        compare(model[0], text, [INT8], **sizes)
+    assert caught.value.key == "dtype"
+
+
+def test_answers_larger_than_the_machine(model, text, monkeypatch):
+    monkeypatch.setattr("kvist.comparison.compare.machine_memory", lambda: 10**5)
+    with pytest.raises(DoesNotFit, match=r"answers at 126 tokens behind 2 of them take 157.5 KiB, .* has 97.66 KiB"):
+        compare(model[0], text, [INT8], **SIZES)
+
+
+def test_names_stand_in_the_order_of_their_points():
+    rows = [{"setting": name} for name in ("a:0.25", "b:0.25", "far", "c", "wide name")]
+    points = [(100, 80), (100, 76), (300, 76), (120, 74), (60, 70)]
+    places = [below + offset for (_, below), offset in zip(points, offsets(rows, points), strict=True)]
+    assert places == [84, 75, 80, 66, 66]
+
+
 def test_a_journal_that_cannot_be_written(tmp_path):
     book = Journal(None, "q")
     book.path = tmp_path / "nowhere" / "rows.jsonl"
@@ -270,6 +338,9 @@ def test_the_command(model, text, tmp_path, capsys):
         (["--text", "t", "--cross"], "--cross: give the formats and the methods"),
         (["--text", "t", "--plot", "x.gif"], "--plot: 'x.gif' names no kind of picture"),
         ([], "--text"),
+        (["--text", "t", "--html", "x" * 5000], "x…: cannot be written: File name too long"),
+        (["--text", "t", "--journal", "./t"], "the call names this file twice"),
+        (["--text", "t", "--journal", "rows", "--html", "rows"], "the call names this file twice"),
     ],
 )
 def test_bad_calls_are_refused_in_one_line(argv, told, tmp_path, monkeypatch, capsys):

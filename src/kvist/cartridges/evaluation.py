@@ -115,8 +115,16 @@ def evaluate(
         told: hears which share is done.
 
     Raises:
-        DoesNotFit: the cache cannot hold document and question.
+        InputError: the model does not read as much as document and question.
+        DoesNotFit: the cache cannot hold them.
     """
+    longest, reads = len(document) + max(len(question.tokens) for question in questions), engine.spec.max_context
+    if longest > reads:
+        raise InputError(
+            f"document: it and a question are {longest:,} tokens, and {engine.model_id} reads {reads:,}; nothing is to "
+            f"be held against what it cannot read: name a shorter part",
+            key="document",
+        )
     teacher = Teacher(engine)
     prunable = any(group.prunable for group in engine.groups)
     methods = [name for name in against if name == "truncated" or prunable]

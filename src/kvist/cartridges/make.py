@@ -2,17 +2,17 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvist.cartridges.self_study import Item, Writer, template_items, written_items
+from kvist.cartridges.self_study import Item, Writer, sentences, template_items, written_items
 from kvist.cartridges.student import Student, to_cache
 from kvist.cartridges.teacher import Teacher
 from kvist.cartridges.training import Lesson, Progress, Settings, Training
 from kvist.engine.engine import Engine, best_dtype, with_weights
-from kvist.errors import InputError
+from kvist.errors import DoesNotFit, InputError
 from kvist.model.fingerprints import model_digest, rotary_positions
 from kvist.spec.model import ModelSpec
 from kvist.store.cartridge_file import Cartridge, Manifest
@@ -20,6 +20,8 @@ from kvist.store.cartridge_file import Cartridge, Manifest
 BLOCK = 16
 """Tokens of which a cartridge is a multiple: whole blocks of a cache, shared as they are."""
 
+# Tokens that a question and its answer have room for.
+_BEHIND = 256
 _HELD_OUT = 0.1
 _MEMORY = "512MiB"
 
@@ -75,12 +77,18 @@ class Document:
 
         Raises:
             InputError: it is empty.
+            DoesNotFit: the cache is too small for pieces.
         """
         tokenizer = engine.tokenizer
         tokens = tokenizer.encode(text, parse_special=False)
         if not text.strip():
             raise InputError("document: it is empty; give a text", key="document")
-        most = max(1, min(chunk, engine.max_context - 256))
+        most = min(chunk, engine.max_context - _BEHIND)
+        if most < 16:
+            raise DoesNotFit(
+                f"memory: the teacher's cache and {engine.model_id} allow {engine.max_context:,} tokens, too few for a "
+                f"part of the document and {_BEHIND} behind it; give it more"
+            )
         if len(tokens) <= most:
             return cls(name=name, text=text, tokens=tokens, chunks=[(tokens, text)])
         chunks: list[tuple[list[int], str]] = []
@@ -142,7 +150,11 @@ def make(
     hear: Told = told or (lambda stage, done, progress=None: None)
     text = read_document(document)
     checkpoint = out.with_name(f"{out.name}.checkpoint")
-    if checkpoint.exists() != resume:
+    try:
+        there = checkpoint.exists()
+    except OSError as error:
+        raise InputError(f"{str(out)[:60]}: cannot be written: {error.strerror}", key="out") from error
+    if there != resume:
         raise InputError(
             f"resume: {checkpoint} is there; go on with resume, or remove it"
             if not resume
@@ -152,7 +164,17 @@ def make(
     spec = with_weights(model)
     compute = dtype or best_dtype()
     digests = {"model_digest": model_digest(spec), "document_digest": sha256(text.encode()).hexdigest()}
-    about: dict[str, Any] = {**digests, "tokens": study.blocks_of_tokens, "items": study.items, "dtype": compute}
+    about: dict[str, Any] = {**digests, **asdict(study), "tokens": study.blocks_of_tokens, "dtype": compute}
+    if settings.frozen >= study.blocks_of_tokens:
+        raise InputError(
+            f"frozen: {settings.frozen} of {study.blocks_of_tokens} tokens; some must be left to train", key="frozen"
+        )
+    if study.blocks_of_tokens + _BEHIND > spec.max_context:
+        raise InputError(
+            f"tokens: {study.blocks_of_tokens:,} and {_BEHIND} behind them are more than the {spec.max_context:,} that "
+            f"{spec.name} reads; choose fewer",
+            key="tokens",
+        )
     student = Student(spec, compute)
     engine = Engine(spec, memory=memory, dtype=compute)
     paper = Document.of(document.name, text, engine, study.chunk)
@@ -191,7 +213,8 @@ def _manifest_of(
             rope=rotary_positions(spec),
             tokens=study.blocks_of_tokens,
             frozen=settings.frozen,
-            document=paper.name,
+            # As it is shown: on one line, whatever the file is called.
+            document="".join(letter if letter.isprintable() else "?" for letter in paper.name),
             document_digest=paper.digest,
             document_tokens=len(paper.tokens),
             seed=settings.seed,
@@ -207,17 +230,24 @@ def study_document(engine: Engine, document: Document, study: Study, seed: int, 
     writer = Writer(engine.tokenizer)
     rng = random.Random(seed)
     items: list[Item] = []
-    for number, (context, text) in enumerate(document.chunks):
-        share = -(-study.items // len(document.chunks))
+    # Others are read by nobody: there is nothing to ask about them.
+    telling = [number for number, (_, text) in enumerate(document.chunks) if sentences(text)]
+    for done, number in enumerate(telling):
+        context, text = document.chunks[number]
+        share = -(-study.items // len(telling))
         written = round(study.written * share) if writer.chat else 0
-        told("self-study", number / len(document.chunks))
+        told("self-study", done / len(telling))
         if written:
             items += written_items(engine, writer, number, context, text, written, rng)
         made = template_items(writer, number, text, rng)
         items += [next(made) for _ in range(share - written)]
+    if not items:
+        raise InputError("document: holds no sentence of 20 letters; give a text", key="document")
     rng.shuffle(items)
     teacher = Teacher(engine)
-    items = [item for item in items if len(item.tokens) > item.learnt]
+    # Behind the chunk, as the teacher reads them, and behind the cartridge.
+    rooms = [engine.max_context - max(len(context), study.blocks_of_tokens) for context, _ in document.chunks]
+    items = [item for item in items if item.learnt < len(item.tokens) <= rooms[item.chunk]]
     lessons: dict[int, Lesson] = {}
     # By chunks, of which the tree then keeps the one that is being read.
     for done, index in enumerate(sorted(range(len(items)), key=lambda index: items[index].chunk)):

@@ -11,6 +11,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 
 from kvist.engine.engine import Engine
 from kvist.engine.sampler import SamplingParams
@@ -56,7 +57,9 @@ _STOP = frozenset({
     "the", "a", "an", "this", "that", "these", "those", "it", "he", "she", "they", "we", "in", "on", "at", "by", "for",
     "from", "of", "and", "but", "or", "as", "to", "its",
 })  # fmt: skip
-_SENTENCE = re.compile(r"(?<=[.!?;])\s+|\n\s*\n")
+_SENTENCE = re.compile(r"(?<=[.!?;])\s+|(?<=[。！？；])|\n\s*\n")
+# Letters of a sentence; logs, tables and verse go on without an end.
+_LONGEST = 400
 _NAME = re.compile(r"\b[A-Z][\w'’-]+(?:\s+(?:of|the|de|von|[A-Z][\w'’-]+))*\s+[A-Z][\w'’-]+|\b[A-Z][\w'’-]{2,}")
 _FACT = re.compile(r"\b\d[\d,.:/%]*\d\b|\b\d+\b|\b[A-Z][\w'’-]{2,}\b")
 
@@ -122,9 +125,11 @@ class Writer:
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a text, without what is too short to say anything."""
+    """The sentences of a text, without what is too short to say anything; what is too long is cut between words."""
     parts = (" ".join(part.split()) for part in _SENTENCE.split(text))
-    return [part for part in parts if len(part) >= 20 and " " in part]
+    cut = (line for part in parts for line in (wrap(part, _LONGEST) if len(part) > _LONGEST else [part]))
+    # Some scripts have no spaces, and say more in a letter.
+    return [part for part in cut if len(part.encode()) >= 20 and (" " in part or not part.isascii())]
 
 
 def topics(sentence: str) -> list[str]:

@@ -1,8 +1,11 @@
 """``kvist cartridge``: a document as a short trained cache."""
 
 import argparse
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any
 
 from kvist import cli_values as values
@@ -10,6 +13,8 @@ from kvist.commands.options import MODEL_HELP, add_command, add_format, add_json
 from kvist.commands.progress import Bar
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvist.cartridges.training import Progress
 
 
@@ -126,7 +131,8 @@ def _add_list(parts: Any) -> None:
 
 def run_train(args: argparse.Namespace) -> int:
     """``kvist cartridge train``."""
-    check_place(args.out)
+    check_place(args.out, args.document)
+    check_place(f"{args.out}.checkpoint", args.document)
     from pathlib import Path
 
     from kvist.cartridges.make import BLOCK, Study, make
@@ -145,7 +151,7 @@ def run_train(args: argparse.Namespace) -> int:
     if study.blocks_of_tokens != args.tokens:
         _note(f"{args.tokens} tokens are rounded up to {study.blocks_of_tokens}, whole blocks of {BLOCK}")
     more = {} if args.memory is None else {"memory": args.memory}
-    with Bar() as bar:
+    with _resumable(Path(f"{args.out}.checkpoint")), Bar() as bar:
         cartridge = make(
             ModelSpec.read(args.model),
             Path(args.document),
@@ -267,10 +273,14 @@ def run_list(args: argparse.Namespace) -> int:
     from kvist.store.cartridge_file import read_manifest
 
     directory = Path(args.directory)
-    if not directory.is_dir():
-        raise InputError(f"{directory}: no directory; name one with cartridges", key="directory")
+    try:
+        paths = sorted(directory.iterdir())
+    except (NotADirectoryError, FileNotFoundError) as error:
+        raise InputError(f"{directory}: no directory; name one with cartridges", key="directory") from error
+    except OSError as error:
+        raise InputError(f"{args.directory[:60]}: cannot be read: {error.strerror}", key="directory") from error
     found = []
-    for path in sorted(directory.iterdir()):
+    for path in paths:
         if path.is_file() and not path.name.endswith(".checkpoint"):
             try:
                 found.append((path, read_manifest(path)))
@@ -301,6 +311,25 @@ def run_list(args: argparse.Namespace) -> int:
     ]
     print_table(columns, rows)
     return 0
+
+
+@contextmanager
+def _resumable(checkpoint: "Path") -> Iterator[None]:
+    """Within, SIGTERM interrupts as Ctrl-C does, so that what was learnt is kept; where, is told."""
+
+    def stop(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop) if current_thread() is main_thread() else None
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        if checkpoint.exists():
+            _note(f"interrupted; {checkpoint} has what was learnt: go on with --resume")
+        raise
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _shown(bar: Bar) -> Callable[..., None]:

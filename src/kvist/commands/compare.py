@@ -79,9 +79,11 @@ def run_compare(args: argparse.Namespace) -> int:
 
     from kvist.errors import BadFile, InputError
 
-    for name in ("html", "plot", "journal"):
-        if getattr(args, name) is not None:
-            check_place(getattr(args, name))
+    taken = [args.text]
+    for path in (args.html, args.plot, args.journal):
+        if path is not None:
+            check_place(path, *taken)
+            taken.append(path)
     if args.plot is not None:
         from kvist.report.simulation_plot import check_plot
 

@@ -96,16 +96,26 @@ def print_json(content: dict[str, Any]) -> int:
     return 0
 
 
-def check_place(path: str) -> None:
-    """Tell before long work that its picture has no place to go to.
+def check_place(path: str, *taken: str | None) -> None:
+    """Tell before long work that what it makes has no place to go to.
+
+    Args:
+        path: of what is made.
+        taken: files that are read, or made besides.
 
     Raises:
-        InputError: ``path`` is a directory, or lies in none.
+        InputError: ``path`` is a directory, lies in none or in one that is not to be written to, or is taken.
     """
     from pathlib import Path
 
     place = Path(path)
-    if place.is_dir():
-        raise InputError(f"{path}: cannot be written: is a directory; name a file in it")
-    if not place.parent.is_dir():
-        raise InputError(f"{path}: cannot be written: there is no directory {place.parent}; make it first")
+    try:
+        if place.is_dir():
+            raise InputError(f"{path}: cannot be written: is a directory; name a file in it")
+        if not place.parent.is_dir():
+            raise InputError(f"{path}: cannot be written: there is no directory {place.parent}; make it first")
+        if any(other is not None and Path(other).resolve() == place.resolve() for other in taken):
+            raise InputError(f"{path}: cannot be written: the call names this file twice; give another name")
+    except OSError as error:
+        shown = path if len(path) <= 60 else f"{path[:59]}…"
+        raise InputError(f"{shown}: cannot be written: {error.strerror or error}") from error

@@ -222,9 +222,11 @@ def run_simulate(args: argparse.Namespace) -> int:
         if getattr(args, key) is not None:
             raise InputError(f"{key}: only a sweep has several cells; add `sweep`", key=key)
     question = question_of(args)
+    taken = [args.trace]
     for path in (args.plot, args.html):
         if path is not None:
-            check_place(path)
+            check_place(path, *taken)
+            taken.append(path)
     if args.plot is not None:
         from kvist.report.simulation_plot import check_plot
 

@@ -10,15 +10,18 @@ from kvist.cartridges.evaluation import read_questions
 from kvist.cartridges.self_study import Writer
 from kvist.comparison.journal import Journal, digest
 from kvist.comparison.measure import ANSWER, Reference, Row, measure
-from kvist.comparison.questions import DEPTHS, asked_of, pieces_of
+from kvist.comparison.questions import DEPTHS, Piece, asked_of, pieces_of
 from kvist.comparison.reader import Reader, stored_groups
 from kvist.comparison.settings import Setting
 from kvist.engine.engine import best_dtype, with_weights
+from kvist.engine.runner import machine_memory
 from kvist.engine.tokenizer import Tokenizer
-from kvist.errors import InputError
+from kvist.errors import DoesNotFit, InputError
+from kvist.model.fingerprints import model_digest
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
 from kvist.store.cartridge_file import Cartridge
+from kvist.units import format_size
 
 BROKEN = 0.5
 """Divergence, in nats, at which a model says other things than it would."""
@@ -151,9 +154,10 @@ def compare(
 
     Raises:
         InputError: the text is too short, longer pieces were asked for than the model reads, a setting is not for
-            this model, or a cartridge is of another text or model.
+            this model, a cartridge is of another text or model, or the full cache answers with what is no number.
         BadFile: a file of questions or a cartridge is written otherwise.
         UnsupportedModel: the model has no weights, or is not computed.
+        DoesNotFit: the machine cannot hold the answers that are compared.
     """
     spec = with_weights(model)
     dtype = dtype or best_dtype()
@@ -181,7 +185,9 @@ def compare(
     else:
         cut = pieces_of(tokenizer, text, context=context, following=following, pieces=pieces, seed=seed)
     named = [f"{name} {cartridge.digest}" for name, cartridge in sorted(cartridges.items())]
-    book = Journal(journal, digest(spec.name, dtype, cut, named))
+    _check_answers(cut, int(spec.config["vocab_size"]))
+    book = Journal(journal, digest(f"{spec.name} {model_digest(spec)}", dtype, cut, named))
+    settings = [setting.computed_in(dtype) for setting in settings]
     wanted, left_out = _for_model(spec, [setting for setting in settings if not setting.full], dtype, lenient=lenient)
     rows = {setting: row for setting in wanted if (row := book.find(setting, dtype)) is not None}
     full = Setting()
@@ -204,19 +210,41 @@ def compare(
         for fmt in dict.fromkeys(setting.format for setting in missing):
             reader = plain if fmt is None else Reader(spec, fmt, dtype=dtype, most=most, cartridges=cartridges)
             for setting in missing:
-                if setting.format == fmt:
+                if setting.format != fmt:
+                    continue
+                try:
                     rows[setting] = measured(reader, setting, reference).row
+                except InputError as error:
+                    left_out[setting.label(dtype)] = str(error)
+                else:
                     book.add(rows[setting])
     return Comparison(
         model=spec.name,
         dtype=dtype,
-        rows=(first, *(rows[setting] for setting in wanted)),
+        rows=(first, *(rows[setting] for setting in wanted if setting in rows)),
         context=context,
         following=following,
         pieces=len(cut),
         asked=whole,
         left_out=left_out,
     )
+
+
+def _check_answers(pieces: Sequence[Piece], vocab: int) -> None:
+    """The full cache's answers are held while others are compared with them.
+
+    Raises:
+        DoesNotFit: they take more than this machine has.
+    """
+    tokens = sum(len(piece.compared) for piece in pieces)
+    size = 4 * tokens * vocab
+    machine = machine_memory()
+    if machine is not None and size > machine:
+        raise DoesNotFit(
+            f"pieces: the full cache's answers at {tokens:,} tokens behind {len(pieces):,} of them take "
+            f"{format_size(size)}, and this machine has {format_size(machine)}; choose fewer pieces, or fewer tokens "
+            f"behind each"
+        )
 
 
 def _for_model(

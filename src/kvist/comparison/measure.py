@@ -14,6 +14,7 @@ from torch import Tensor
 from kvist.comparison.questions import Fact, Piece
 from kvist.comparison.reader import Reader
 from kvist.comparison.settings import Setting
+from kvist.errors import InputError
 
 ANSWER = 32
 """Tokens by which the speed of decoding is measured, behind each piece."""
@@ -148,6 +149,9 @@ def measure(
         dtype: of computation.
         reference: the full cache's answers.
         told: is called with the share that is done.
+
+    Raises:
+        InputError: answers hold what is no number.
     """
     held = full = agreed = 0
     losses, seconds = 0.0, 0.0
@@ -199,6 +203,12 @@ def measure(
                 answers[2:] += _answer(reader.behind(request, fact.answer)[-1], fact)
                 reader.end(request)
             step()
+    if not all(map(isfinite, (losses, *divergences))):
+        raise InputError(
+            f"dtype: answers in {setting.label(dtype)}, computed in {dtype}, hold what is no number; choose a "
+            f"type with a larger range",
+            key="dtype",
+        )
     if setting.cartridge is not None:
         answers[:] = np.nan
     if setting.pruning is None:
@@ -212,7 +222,7 @@ def measure(
         full_bytes_per_token=held / full if reference is None else reference.row.bytes_per_token,
         divergences=tuple(round(divergence, 8) for divergence in divergences),
         top1_agreement=agreed / len(divergences),
-        perplexity=exp(losses / len(divergences)),
+        perplexity=exp(min(700.0, losses / len(divergences))),
         needle=needle,
         needle_known=needle_known,
         choice=choice,

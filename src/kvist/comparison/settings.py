@@ -1,7 +1,7 @@
 """What is compared: formats, pruning methods with their budgets, and cartridges."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvist.spec.formats import CODECS, CacheFormat
 from kvist.spec.pruning import METHODS, Pruning
@@ -33,6 +33,11 @@ class Setting:
     def evict(self) -> str:
         """As ``--evict`` writes it."""
         return "none" if self.pruning is None else str(self.pruning)
+
+    def computed_in(self, dtype: str) -> "Setting":
+        """The same; a format that is the type of computation is none."""
+        plain = CacheFormat(key=dtype, value=dtype)
+        return replace(self, format=None) if self.format == plain else self
 
     def label(self, dtype: str) -> str:
         """In a few words; ``dtype`` is the type of computation."""

@@ -26,7 +26,7 @@ from kvist.cache.prefix import PrefixKey
 from kvist.cache.sequence import Sequence
 from kvist.engine.runner import Runner
 from kvist.engine.tokenizer import Tokenizer
-from kvist.errors import InputError, UnsupportedModel
+from kvist.errors import BadFile, InputError, UnsupportedModel
 from kvist.kernels.hadamard import hadamard
 from kvist.model.fingerprints import model_digest, rotary_positions
 from kvist.spec.layers import Attention, Latent
@@ -142,6 +142,13 @@ class Shelf:
             rope=rotary_positions(self._spec),
         )
         cartridge.check_shapes(self._cache.groups)
+        largest = torch.finfo(self._runner.decoder.dtype).max
+        for layer, part in cartridge.layers.items():
+            if part.abs().max() > largest:
+                raise BadFile(
+                    f"cartridge: of {cartridge.manifest.document}, layer {layer} holds numbers above {largest:.3g}, "
+                    f"which the type of computation does not have; train it again"
+                )
         self.store_joined()
         pin = self._cache.pin(cartridge.tokens, replace(key, cartridge=cartridge.digest))
         try:

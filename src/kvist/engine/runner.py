@@ -261,8 +261,13 @@ def _on_large_pages(size: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8, offset=-address % _LARGE_PAGE, count=size)
 
 
+def machine_memory() -> int | None:
+    """Bytes of this machine's memory; None where it does not tell."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+
+
 def _zeros(size: int) -> Tensor:
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else size
+    machine = machine_memory() or size
     try:
         if size > machine:
             raise MemoryError

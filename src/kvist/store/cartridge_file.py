@@ -11,9 +11,12 @@ All tensors are float32; serving stores them in the format of its cache.
 
 import json
 import os
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from kvist.spec.layers import Attention, Latent
 KIND = "kvist.cartridge"
 VERSION = 1
 _KEY = "kvist"
+_LAYER = re.compile(r"0|[1-9][0-9]{0,5}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,21 +199,23 @@ def load(path: Path) -> Cartridge:
     tensors, metadata = read_tensors(path, what="cartridge")
     manifest = _manifest(path, metadata.get(_KEY))
     layers: dict[int, Tensor] = {}
-    for name in tensors:
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.float32:
+            raise BadFile(f"{path}: {name} is {tensor.dtype}, not float32")
         match name.split("."):
-            case ["layers", number, "latents"] if number.isdecimal():
-                layers[int(number)] = tensors[name]
-            case ["layers", number, "keys"] if number.isdecimal() and f"layers.{number}.values" in tensors:
-                sides = tensors[name], tensors[f"layers.{number}.values"]
-                if sides[0].dim() != 3 or sides[0].shape != sides[1].shape:
-                    raise BadFile(f"{path}: {name} is {list(sides[0].shape)}, its values {list(sides[1].shape)}")
-                layers[int(number)] = torch.cat(sides, dim=1)
+            case ["layers", number, "latents"] if _LAYER.fullmatch(number) and f"layers.{number}.keys" not in tensors:
+                layers[int(number)] = tensor
+            case ["layers", number, "keys"] if _LAYER.fullmatch(number) and f"layers.{number}.values" in tensors:
+                values = tensors[f"layers.{number}.values"]
+                if tensor.dim() != 3 or tensor.shape != values.shape:
+                    raise BadFile(f"{path}: {name} is {list(tensor.shape)}, its values {list(values.shape)}")
+                layers[int(number)] = torch.cat((tensor, values.float()), dim=1)
             case ["layers", number, "values"] if f"layers.{number}.keys" in tensors:
                 pass
             case _:
                 raise BadFile(f"{path}: {name}: no tensor of a cartridge")
     for layer, tensor in layers.items():
-        if tensor.dtype != torch.float32 or tensor.dim() != 3 or len(tensor) != manifest.tokens:
+        if tensor.dim() != 3 or len(tensor) != manifest.tokens:
             raise BadFile(
                 f"{path}: layer {layer} is {tensor.dtype} {list(tensor.shape)}, not float32 of {manifest.tokens} tokens"
             )
@@ -230,7 +236,7 @@ def read_manifest(path: Path) -> Manifest:
 def _manifest(path: Path, text: str | None) -> Manifest:
     try:
         told = json.loads(text) if text else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadFile(f"{path}: its manifest is no JSON: {error}") from error
     if not isinstance(told, dict) or told.pop("kind", None) != KIND:
         raise BadFile(f"{path}: no cartridge: there is no manifest in it; `kvist cartridge train` writes one")
@@ -248,14 +254,31 @@ def _manifest(path: Path, text: str | None) -> Manifest:
         value = getattr(manifest, key)
         if type(value) is not int or value < (1 if key == "tokens" else 0):
             raise BadFile(f"{path}: the manifest's {key} is {value!r}, no number of tokens")
+    for item in fields(Manifest):
+        value = getattr(manifest, item.name)
+        # Names are shown on terminals and pages.
+        if item.type is str and not (isinstance(value, str) and value.isprintable()):
+            raise BadFile(f"{path}: the manifest's {item.name} is {value!r:.60}, no line of text")
+    if type(manifest.seed) is not int:
+        raise BadFile(f"{path}: the manifest's seed is {manifest.seed!r:.60}, no whole number")
+    if not (isinstance(manifest.rope, list) and all(isinstance(rope, dict) for rope in manifest.rope)):
+        raise BadFile(f"{path}: the manifest's rope is {manifest.rope!r:.60}, no list of rotary positions")
+    losses = manifest.losses
+    if not (
+        isinstance(losses, dict) and all(type(loss) in (int, float) and isfinite(loss) for loss in losses.values())
+    ):
+        raise BadFile(f"{path}: the manifest's losses are {losses!r:.60}, no numbers by name")
     if manifest.position != 0:
         raise BadFile(f"{path}: begins at position {manifest.position}; a cartridge begins at 0")
     return manifest
 
 
 def _opened(path: Path, what: str) -> dict[str, str]:
-    if not path.is_file():
-        raise InputError(f"{path}: no such file; name a {what}", key="cartridge")
+    try:
+        if not path.is_file():
+            raise InputError(f"{path}: no such file; name a {what}", key="cartridge")
+    except OSError as error:
+        raise InputError(f"{str(path)[:60]}: cannot be read: {error.strerror}", key="cartridge") from error
     try:
         with safe_open(path, "pt") as file:
             return dict(file.metadata() or {})
@@ -289,5 +312,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         save_file(dict(tensors), beside, dict(metadata))
         beside.replace(path)
     except (OSError, SafetensorError) as error:
-        beside.unlink(missing_ok=True)
         raise InputError(f"{path}: cannot be written: {error}", key="out") from error
+    finally:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
