@@ -167,6 +167,16 @@ def test_another_of_the_same_name_is_another(llama: Path) -> None:
     assert second != first
     fresh = engine_of(llama, cartridges={"a": cartridge_of(llama), "b": cartridge_of(llama, seed=2)})
     assert asked(fresh, PROMPTS, ["a", "b"]) == second
+    # And while requests live on the first.
+    living = started(engine, PROMPTS, ["a", "b"])
+    engine.step()
+    engine.unload_cartridge("b")
+    engine.load_cartridge("b", cartridge_of(llama, seed=1))
+    assert finished(engine, started(engine, PROMPTS, ["a", "b"])) == first
+    assert finished(engine, living) == second
+    for name in "ab":
+        engine.unload_cartridge(name)
+    assert engine.cache.arena.held(0) == 0
 
 
 @pytest.mark.parametrize("settings", [{"prefix_cache": False}, {"reuse": False}, {"evict": "h2o:64"}], ids=str)

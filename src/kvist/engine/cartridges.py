@@ -111,7 +111,8 @@ class Shelf:
         self._cache = cache
         self._digest: str | None = None
         self.loaded: dict[str, Loaded] = {}
-        self._joined: dict[tuple[str, ...], Joined] = {}
+        # By who lies in them: a name may come to mean another cartridge while requests live on the first.
+        self._joined: dict[tuple[int, ...], Joined] = {}
         # By digest, placeholders of its own for where a cartridge follows another: none is used for two.
         self._numbers: dict[str, int] = {}
         self._numbered = 0
@@ -234,7 +235,7 @@ class Shelf:
         parts = tuple(self.named(name) for name in names)
         if not parts:
             raise InputError("cartridge: an empty list; name one at least, or leave it out", key="cartridge")
-        found = parts[0] if len(parts) == 1 else self._joined.get(tuple(names)) or self._join(parts)
+        found = parts[0] if len(parts) == 1 else self._joined.get(tuple(map(id, parts))) or self._join(parts)
         found.users += 1
         if isinstance(found, Joined):
             for part in parts:
@@ -257,7 +258,7 @@ class Shelf:
         first = parts[0].pin
         pin = self._cache.pin(sum(part.size for part in behind), first.key, behind=first, tokens=np.concatenate(behind))
         self._cache.filled(pin)
-        found = self._joined[tuple(part.name for part in parts)] = Joined(parts=parts, pin=pin)
+        found = self._joined[tuple(map(id, parts))] = Joined(parts=parts, pin=pin)
         return found
 
     def store_joined(self) -> None:
@@ -277,7 +278,7 @@ class Shelf:
             self._end(held)
             return
         if not held.users:
-            del self._joined[tuple(part.name for part in held.parts)]
+            del self._joined[tuple(map(id, held.parts))]
             # Nobody finds what was never stored there but lists like this one, which store it again.
             self._cache.unpin(held.pin)
         for part in held.parts:
@@ -303,12 +304,12 @@ class Shelf:
         """Of each list that requests live on its names, tokens, users, and the bytes of what follows the first."""
         return [
             {
-                "names": list(names),
+                "names": [part.name for part in joined.parts],
                 "tokens": joined.tokens,
                 "bytes": self._cache.held_bytes(joined.pin) - self._cache.held_bytes(joined.parts[0].pin),
                 "users": joined.users,
             }
-            for names, joined in self._joined.items()
+            for joined in self._joined.values()
         ]
 
     def snapshot(self) -> list[dict[str, Any]]:
