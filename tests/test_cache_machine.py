@@ -34,6 +34,9 @@ CHUNK = group("chunk-8", Attention(kv_heads=1, key_dim=32, value_dim=32, chunk=8
 # Entries of four tokens, in blocks of three: the unit is 12.
 COMPRESSED = group("compressed-4", Compressed(rank=48, rope_dim=16, ratio=4), 2, 12)
 STATE = group("state-mamba", State(name="mamba", state_elements=100), 2)
+# Runs of eight tokens, of which two fill a block, and a tail in blocks of four.
+SEALED = group("sealed-8", Attention(kv_heads=1, key_dim=8, value_dim=8, sealed=8), 2, 16)
+TAIL = group("tail-8", Attention(kv_heads=1, key_dim=32, value_dim=32, tail=8), 2)
 OTHER_STATE = group("state-short-conv", State(name="short-conv", conv_elements=70), 1)
 CROSS = group("cross", Cross(kv_heads=1, key_dim=16, value_dim=16, encoder_tokens=9), 1)
 SHAPES = {
@@ -48,6 +51,8 @@ SHAPES = {
     "state and window": (WINDOW, STATE),
     "state, window and compressed": (COMPRESSED, WINDOW, STATE),
     "encoder": (FULL, CROSS),
+    "sealed": (SEALED, TAIL),
+    "sealed, window and state": (WINDOW, TAIL, SEALED, STATE),
 }
 
 
@@ -66,8 +71,7 @@ class Memory:
         if spec.lifetime == "state":
             return [(int(block), (layer, sequence.key, tuple(known[:end]))) for layer, block in enumerate(table)]
         size = spec.block_tokens
-        if isinstance(spec.layer, Compressed):
-            end -= end % spec.layer.ratio
+        end = spec.whole_tokens(end)
         return [
             (int(table[index]), (sequence.key, tuple(known[: min(end, (index + 1) * size)])))
             for index in range(start // size, -(-end // size))

@@ -79,7 +79,7 @@ def layer_format(text: str) -> tuple[int, str]:
 
 def format_said(args: argparse.Namespace) -> bool:
     """Whether any option of a command says how keys, values or states are stored."""
-    return any((args.key, args.value, args.rotate, args.keep_layers, args.layer_format, args.state))
+    return any((args.key, args.value, args.rotate, args.keep_layers, args.layer_format, args.state, args.tail))
 
 
 def cache_format(args: argparse.Namespace, usual: str = "bf16") -> "CacheFormat":
@@ -93,6 +93,7 @@ def cache_format(args: argparse.Namespace, usual: str = "bf16") -> "CacheFormat"
         keep_layers=args.keep_layers,
         layer_formats=getattr(args, "layer_format", None) or (),
         state=args.state,
+        tail=getattr(args, "tail", 0),
     )
 
 
@@ -114,15 +115,25 @@ def pruning(text: str) -> "Pruning | None":
 
 @_typed
 def compared_format(text: str) -> "CacheFormat":
-    """``int8/int4``, or ``int8/int4+rotate``."""
+    """``int8/int4``, ``int8/int4+rotate`` or ``int8/int4+rotate+tail=32``."""
     from kvist.spec.format_words import pair
     from kvist.spec.formats import CacheFormat
 
-    codecs, sign, word = text.partition("+")
-    if sign and word != "rotate":
-        raise InputError(f"format: {_short(word)} is not known; write int8/int4 or int8/int4+rotate", key="format")
+    codecs, *words = text.split("+")
+    rotate, tail = False, 0
+    for word in words:
+        name, sign, number = word.partition("=")
+        if word == "rotate":
+            rotate = True
+        elif name == "tail" and sign and number.isascii() and number.isdigit() and len(number) < 5:
+            tail = int(number)
+        else:
+            raise InputError(
+                f"format: {_short(word)} is not known; write int8/int4, int8/int4+rotate or int8/int4+rotate+tail=32",
+                key="format",
+            )
     key, value = pair(codecs)
-    return CacheFormat(key=key, value=value, rotate=bool(sign))
+    return CacheFormat(key=key, value=value, rotate=rotate, tail=tail)
 
 
 @_typed

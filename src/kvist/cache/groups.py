@@ -20,6 +20,8 @@ full          of all tokens                               up to the first block 
 window        of those that its next query sees           up to a point whose window is all there
 chunk         of those since the chunk's first token      up to a point whose chunk, so far, is there
 compressed    of whole entries, ``ratio`` tokens each     as full
+sealed        of whole runs, ``sealed`` tokens each       as full
+tail          of the tokens behind the last whole run     all: it is empty where runs are shared
 state         one a layer, whatever the length            up to a point where a checkpoint was taken
 cross         of the encoder's tokens                     none: they are not the sequence's own
 ============  ==========================================  ============================================
@@ -53,7 +55,7 @@ MAX_BLOCK_TOKENS = 1 << 20
 ENDLESS = 1 << 62
 """More tokens than any sequence has: what fixed blocks are enough for."""
 
-Lifetime = Literal["full", "window", "chunk", "compressed", "state", "cross"]
+Lifetime = Literal["full", "window", "chunk", "compressed", "sealed", "tail", "state", "cross"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,10 @@ class Group:
     def lifetime(self) -> Lifetime:
         """The rule by which blocks die."""
         match self.layer:
+            case Attention(sealed=int()):
+                return "sealed"
+            case Attention(tail=int()):
+                return "tail"
             case Attention(chunk=int()):
                 return "chunk"
             case Attention(window=int()) | Latent(window=int()):
@@ -100,13 +106,13 @@ class Group:
 
     @cached_property
     def chunk(self) -> int | None:
-        """Tokens of a chunk, before whose first one none of its queries sees anything, where that is the rule."""
-        return self.layer.chunk if isinstance(self.layer, Attention) else None
+        """Tokens of a chunk, before whose first one none of its queries sees anything here, where that is the rule."""
+        return self.layer.chunk or self.layer.tail if isinstance(self.layer, Attention) else None
 
     @property
     def gives_back(self) -> bool:
         """Whether blocks die before their sequence does."""
-        return self.lifetime in ("window", "chunk")
+        return self.lifetime in ("window", "chunk", "tail")
 
     @property
     def prunable(self) -> bool:
@@ -191,7 +197,11 @@ class Group:
         fixed = self.fixed_blocks
         if fixed is not None:
             return fixed if tokens else 0
-        return -(-(tokens - tokens % self._entry_tokens) // self.block_tokens)
+        return -(-self.whole_tokens(tokens) // self.block_tokens)
+
+    def whole_tokens(self, tokens: int) -> int:
+        """Of ``tokens``, those that are stored: whole entries of compressed layers, whole runs of sealed ones."""
+        return tokens - tokens % self._entry_tokens
 
     def room(self, blocks: int) -> int:
         """Most tokens of a sequence for which so many blocks, dead ones included, are enough."""
@@ -206,7 +216,7 @@ class Group:
                 return 0
             case Cross(encoder_tokens=int(encoder)):
                 tokens = encoder
-        empty = blocks * self.block_tokens - (tokens - tokens % self._entry_tokens)
+        empty = blocks * self.block_tokens - self.whole_tokens(tokens)
         return max(0, empty) * self.block_bytes // self.block_tokens
 
     def live_blocks(self, length: int, in_flight: int = 0) -> int:
@@ -260,7 +270,11 @@ class Group:
     @cached_property
     def _entry_tokens(self) -> int:
         """Tokens that are stored together, once all are there."""
-        return self.layer.ratio if isinstance(self.layer, Compressed) else 1
+        match self.layer:
+            case Compressed(ratio=int(entry)) | Attention(sealed=int(entry)):
+                return entry
+            case _:
+                return 1
 
 
 def groups_of(
@@ -288,9 +302,11 @@ def groups_of(
         )
     members: dict[tuple[Layer, CacheFormat], list[int]] = {}
     fmt.require_layers(len(spec.layers), name=spec.name)
-    count, usual = len(spec.layers), replace(fmt.plain, state=None)
+    count, usual = len(spec.layers), replace(fmt.plain.of_sealed, state=None)
     for piece, index in _pieces(spec, encoder_tokens):
-        members.setdefault(_stored(piece, usual, fmt.of_layer(index, count)), []).append(index)
+        for layer, plain in piece.pieces(fmt.of_layer(index, count)):
+            own = usual if isinstance(layer, State) else replace(plain, state=None)
+            members.setdefault((layer, own), []).append(index)
     if not members:
         raise InputError(f"model: {spec.name} stores nothing of a sequence; there is no cache to cut", key="model")
     names = _names(members, usual)
@@ -299,7 +315,7 @@ def groups_of(
             name=name,
             layer=layer,
             layers=tuple(indices),
-            block_tokens=lcm(block_tokens, _indivisible_tokens(layer)),
+            block_tokens=_block_of(layer, block_tokens),
             format=plain,
         )
         for name, ((layer, plain), indices) in zip(names, members.items(), strict=True)
@@ -322,6 +338,13 @@ def _pieces(spec: ModelSpec, encoder_tokens: int | None) -> Iterator[tuple[Layer
                 yield piece, index
 
 
+def _block_of(layer: Layer, block_tokens: int) -> int:
+    """Tokens of a group's blocks: those asked for, whole entries and runs; a tail's are parts of a run."""
+    if isinstance(layer, Attention) and layer.tail is not None:
+        return gcd(block_tokens, layer.tail)
+    return lcm(block_tokens, _indivisible_tokens(layer))
+
+
 def _indivisible_tokens(layer: Layer) -> int:
     """Tokens that share bytes, of which a block must hold a multiple."""
     match layer:
@@ -329,13 +352,10 @@ def _indivisible_tokens(layer: Layer) -> int:
             return ratio * (indexer.pool if indexer else 1)
         case Attention(indexer=indexer) | Latent(indexer=indexer) if indexer:
             return indexer.pool
+        case Attention(sealed=int(run)):
+            return run
         case _:
             return 1
-
-
-def _stored(piece: Layer, usual: CacheFormat, plain: CacheFormat) -> tuple[Layer, CacheFormat]:
-    """A piece, a state with the codec that it is stored in, and the codecs of its keys and values."""
-    return piece.stored_in(plain), usual if isinstance(piece, State) else replace(plain, state=None)
 
 
 def _names(members: Iterable[tuple[Layer, CacheFormat]], usual: CacheFormat) -> list[str]:
@@ -359,6 +379,10 @@ def _told(fmt: CacheFormat, usual: CacheFormat) -> str:
 
 def _name(layer: Layer) -> str:
     match layer:
+        case Attention(sealed=int(run)):
+            return f"sealed-{run}"
+        case Attention(tail=int(run)):
+            return f"tail-{run}"
         case Attention(chunk=int(chunk)):
             return f"chunk-{chunk}"
         case Attention(window=int(window)):

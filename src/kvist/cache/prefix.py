@@ -91,6 +91,8 @@ class PrefixTree:
         # Of a group without blocks of tokens: as if one held any number of them, so that no run has any.
         self._sizes = [ENDLESS if group.fixed_blocks is not None else group.block_tokens for group in groups]
         self._windowed = [index for index, group in enumerate(groups) if group.gives_back]
+        # Of a tail nothing is ever read behind a whole unit, and so nothing is kept.
+        self._tails = [index for index, group in enumerate(groups) if group.lifetime == "tail"]
         # Those that may reuse less than is there; and whether nodes hold any blocks at all.
         self._particular = [*self._windowed, *self.checkpoints.groups[:1]]
         self._blockless = all(group.fixed_blocks is not None for group in groups)
@@ -238,9 +240,7 @@ class PrefixTree:
             edge = tokens[start : start + unit].tobytes()
             child = node.children.get(edge)
             if child is None:
-                blocks = [
-                    table[start // size : end // size].copy() for table, size in zip(tables, self._sizes, strict=True)
-                ]
+                blocks = self._blocks(tables, start, end)
                 run = tokens[start:end]
                 # A view would keep the whole prompt alive: not for the end of a long conversation.
                 child = self._new(node, run if 2 * run.size >= tokens.size else run.copy(), blocks, end)
@@ -260,13 +260,20 @@ class PrefixTree:
     def lengthen(self, node: Node, tokens: Tokens, tables: Sequence[Ids], end: int) -> None:
         """Let a leaf, which one sequence alone uses, go on to ``end`` with that sequence's tokens and blocks."""
         start = node.end
-        blocks = [table[start // size : end // size] for table, size in zip(tables, self._sizes, strict=True)]
+        blocks = self._blocks(tables, start, end)
         self._keep(blocks)
         node.blocks = [np.concatenate(both) for both in zip(node.blocks, blocks, strict=True)]
         node.tokens = np.concatenate((node.tokens, tokens[start:end]))
         node.end = end
         node.digests = None
         self._count(end - start)
+
+    def _blocks(self, tables: Sequence[Ids], start: int, end: int) -> list[Ids]:
+        """A copy of the blocks of a run, whole units."""
+        blocks = [table[start // size : end // size].copy() for table, size in zip(tables, self._sizes, strict=True)]
+        for group in self._tails:
+            blocks[group][:] = -1
+        return blocks
 
     def _count(self, tokens: int) -> None:
         self.tokens += tokens
@@ -291,6 +298,8 @@ class PrefixTree:
         """Make a sequence and a node share one copy of the node's run."""
         start = node.end - node.tokens.size
         for group, mine in enumerate(node.blocks):
+            if group in self._tails:
+                continue
             first = start // self._sizes[group]
             theirs = tables[group][first : first + mine.size]
             twice = (mine >= 0) & (theirs >= 0) & (mine != theirs)

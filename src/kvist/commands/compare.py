@@ -33,7 +33,7 @@ def add_compare(commands: Any) -> None:
         action="append",
         type=values.compared_format,
         metavar="K/V",
-        help="to compare, such as int8/int4; int8/int4+rotate turns both; repeatable",
+        help="to compare, such as int8/int4; +rotate turns both, +tail=32 keeps a tail as computed; repeatable",
     )
     command.add_argument("--all-formats", action="store_true", help="compare every pair of codecs")
     command.add_argument(

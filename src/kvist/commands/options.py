@@ -47,6 +47,15 @@ def add_format(command: argparse.ArgumentParser, *, default: str | None, layers:
             metavar="L=K/V",
             help="how layer L is stored, such as 0=bf16 or 7=int8/int4; repeatable",
         )
+    if layers:
+        command.add_argument(
+            "--tail",
+            type=values.whole(0, 1024),
+            default=0,
+            metavar="N",
+            help=f"keep tokens in {default or 'the type of computation'} until N of them are sealed together, "
+            "a multiple of 16 (0: each at once)",
+        )
     command.add_argument(
         "--state",
         type=values.state_codec,

@@ -165,6 +165,7 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         "keep": args.keep_layers[1] if args.keep_layers else None,
         "layer_formats": tuple(f"{layer}={codecs}" for layer, codecs in args.layer_format or ()),
         "state": args.state,
+        "tail": args.tail,
         "gpu": args.gpu,
         "memory": args.memory,
         "cache_memory": args.cache_memory,

@@ -21,6 +21,7 @@ from kvist.kernels.dense import Scores
 from kvist.kernels.latent import LatentMemory
 from kvist.kernels.moving import move
 from kvist.kernels.portable import PortableAttention
+from kvist.kernels.sealing import SealedAttention, SealedMemory
 from kvist.kernels.sharing import sharing_order
 from kvist.kernels.spans import Span
 from kvist.model.decoder import Decoder, Step
@@ -31,12 +32,13 @@ from kvist.scheduler import Batch, Chunk
 from kvist.spec.formats import CODECS
 from kvist.spec.layers import Latent, State
 from kvist.spec.model import ModelSpec
+from kvist.store.codecs import PLAIN
 from kvist.store.layouts import PagedKV, PagedLatents, Scratch, check_format
 from kvist.store.states import StateSpan, StateStore
-from kvist.store.stores import Store, store_of
+from kvist.store.stores import store_of
 from kvist.units import format_size
 
-Memory = PagedMemory | PagedAttention | LatentMemory | StateStore
+Memory = PagedMemory | PagedAttention | SealedMemory | SealedAttention | LatentMemory | StateStore
 
 _LARGE_PAGE = 2 * 2**20
 
@@ -73,16 +75,17 @@ class Runner:
             self.decoder = Decoder(spec, groups, compute)
             scratch = Scratch()
             self.stores = [store_of(self.arena, group, layout, n, scratch) for n, group in enumerate(groups)]
-            self.memories = [self._memory(group, store) for group, store in zip(groups, self.stores, strict=True)]
+            self.groups = groups
+            self.tails = _tails_of(groups)
+            self.memories = [self._memory(number) for number in range(len(groups))]
         self.arena_bytes = self.arena.numel()
         # Windows have no shared runs, states no tokens; without a full group any order will do.
-        self.shared_group = next((n for n, group in enumerate(groups) if group.lifetime == "full"), None)
+        self.shared_group = next((n for n, group in enumerate(groups) if group.lifetime in ("full", "sealed")), None)
         codecs = {codec for group in groups for codec in _codecs(group)}
         # Groups whose memory may have held bytes of another meaning: another codec's, or codes where scales are now.
         # Within one group every byte of a block keeps its meaning.
         mixed = len(groups) > 1 and (len(codecs) > 1 or any(CODECS[codec].group > 1 for codec in codecs))
         self.unclean = [n for n, group in enumerate(groups) if mixed and group.fixed_blocks is None]
-        self.block_tokens = [group.block_tokens for group in groups]
 
     def run(self, batch: Batch) -> Tensor:
         """Compute a batch and store its keys and values in the arena.
@@ -114,12 +117,12 @@ class Runner:
         Attention reads whole blocks and gives what lies behind the end no weight; but what was written there with
         another meaning may read as no number at all, which nothing times zero is.
         """
-        size = self.block_tokens[group]
+        size, whole = self.groups[group].block_tokens, self.groups[group].whole_tokens
         for chunk in chunks:
             sequence = chunk.request.sequence
             start = chunk.start - sequence.dropped[group]
-            last = (start + chunk.count - 1) // size
-            if last * size >= start:
+            last = (whole(start + chunk.count) - 1) // size
+            if last * size >= whole(start):
                 self._zero(group, int(sequence.tables[group][last]))
 
     def _zero(self, group: int, block: int) -> None:
@@ -149,11 +152,16 @@ class Runner:
                 source, target = (self._offset(copy.group, block) for block in (copy.source, copy.target))
                 self.arena[target : target + size] = self.arena[source : source + size]
 
-    def _memory(self, group: Group, store: Store) -> Memory:
-        """The group's memory as its layers see it: compiled kernels' where there are any and they can."""
+    def _memory(self, number: int) -> Memory | None:
+        """The group's memory as its layers see it: compiled kernels' where there are any and they can.
+
+        None of a tail, which is seen with the sealed runs of its layers.
+        """
+        group, store, decoder = self.groups[number], self.stores[number], self.decoder
         if isinstance(store, StateStore):
             return store
-        decoder = self.decoder
+        if group.lifetime == "tail":
+            return None
         if isinstance(store, PagedLatents):
             mixers = [decoder.network.blocks[layer].mixer for layer in group.layers]
             (scale,) = {net.scale for net in mixers if isinstance(net, LatentAttention)}
@@ -162,11 +170,22 @@ class Runner:
         (scores,) = {Scores(scale=net.scale, softcap=net.softcap) for net in nets}
         (repeats,) = {net.heads // net.kv_heads for net in nets}
         kernels = attention_kernels(decoder.dtype)
-        if kernels is not None:
-            kind = PortableAttention if kernels.name == "portable" else PagedAttention
-            if kind.suits(store, decoder.dtype, repeats) and (kind.sinks or not any(net.sinks for net in nets)):
+        kind = PortableAttention if kernels is not None and kernels.name == "portable" else PagedAttention
+        suits = kind.suits(store, decoder.dtype, repeats) and (kind.sinks or not any(net.sinks for net in nets))
+        if number not in self.tails:
+            if kernels is not None and suits:
                 return kind(kernels, store, scores, repeats)
-        return PagedMemory(store, scores, decoder.dtype)
+            return PagedMemory(store, scores, decoder.dtype)
+        ordinal = self.tails[number]
+        tail = self.stores[ordinal]
+        assert isinstance(tail, PagedKV)
+        layers = [tail.group.layers.index(layer) for layer in group.layers]
+        # Kernels seal what lies there in the type that they compute in.
+        as_computed = decoder.dtype == PLAIN[tail.group.format.key] and kind.suits(tail, decoder.dtype, repeats)
+        if kernels is not None and suits and as_computed:
+            body, open_tail = (kind(kernels, each, scores, repeats) for each in (store, tail))
+            return SealedAttention(body, open_tail, layers)
+        return SealedMemory(store, tail, layers, scores, decoder.dtype)
 
     def _offset(self, group: int, block: int) -> int:
         slab, place = divmod(block, self.layout.blocks_per_slab[group])
@@ -198,23 +217,40 @@ class Runner:
             observer=observer,
         )
 
-    def _plan(self, number: int, memory: Memory, chunks: Sequence[Chunk], observer: Observer | None) -> Plan:
+    def _plan(self, number: int, memory: Memory | None, chunks: Sequence[Chunk], observer: Observer | None) -> Plan:
+        if memory is None:
+            return None
         parts = [(chunk.request.sequence, chunk.start, chunk.count) for chunk in chunks]
         if isinstance(memory, StateStore):
             return memory.plan(
                 [StateSpan(table=s.tables[number], start=start, count=count) for s, start, count in parts]
             )
-        return memory.plan(
+        spans, *tails = [
             [
                 Span(
-                    table=s.tables[number],
-                    start=start - s.dropped[number],
+                    table=s.tables[group],
+                    start=start - s.dropped[group],
                     count=count,
-                    drawn=None if observer is None else observer.drawn(number, place),
+                    drawn=None if observer is None else observer.drawn(group, place),
                 )
                 for place, (s, start, count) in enumerate(parts)
             ]
+            for group in (number, *([self.tails[number]] if number in self.tails else ()))
+        ]
+        if isinstance(memory, SealedAttention | SealedMemory):
+            return memory.plan(spans, *tails)
+        return memory.plan(spans)
+
+
+def _tails_of(groups: Sequence[Group]) -> dict[int, int]:
+    """The group that holds the tails of each group of sealed runs."""
+    return {
+        number: next(
+            n for n, other in enumerate(groups) if other.lifetime == "tail" and set(group.layers) <= set(other.layers)
         )
+        for number, group in enumerate(groups)
+        if group.lifetime == "sealed"
+    }
 
 
 def _codecs(group: Group) -> set[str]:

@@ -111,7 +111,21 @@ class AttentionPlan:
 
     def over(self, slot: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Attend, as :meth:`attend`; keys and values are stored already, and ``kv`` are as they will be read."""
-        kept = bool(self.others) or sinks is not None
+        out, lse = self.segments(slot, q, kv, merged=sinks is not None)
+        if sinks is not None:
+            out = out * torch.sigmoid(lse - sinks).unsqueeze(-1).to(out.dtype)
+        return out.reshape(self.tokens, -1)
+
+    def segments(self, slot: int, q: Tensor, kv: Tensor, *, merged: bool) -> tuple[Tensor, Tensor]:
+        """Attend, as :meth:`over`, without sinks.
+
+        Args:
+            merged: what comes out is merged with more, and so the log-sum-exp is wanted.
+
+        Returns:
+            ``[tokens, repeats, kv_heads, dim]`` and, where it is wanted, their log-sum-exp, without the last dimension.
+        """
+        kept = bool(self.others) or merged
         if len(self.first) == 1:
             out, lse = self.first[0].run(slot, q, kv)
         else:
@@ -132,11 +146,9 @@ class AttentionPlan:
             out = out.contiguous()
             for number, dense in enumerate(self.others):
                 part, part_lse = dense.run(slot, q)
-                final = number + 1 == len(self.others) and sinks is None
+                final = number + 1 == len(self.others) and not merged
                 merge(out[dense.rows], lse[dense.rows], part, part_lse, final=final)
-        if sinks is not None:
-            out = out * torch.sigmoid(lse - sinks).unsqueeze(-1).to(out.dtype)
-        return out.reshape(self.tokens, -1)
+        return out, lse
 
 
 def new_vectors(store: PagedVectors, spans: Sequence[Span]) -> list[list[Tensor]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvist.errors import InputError
 from kvist.kernels.dense import Scores
 from kvist.kernels.gradients import gradients_wanted
-from kvist.kernels.sharing import shared_runs
+from kvist.kernels.sharing import SharedRun, shared_runs
 from kvist.kernels.spans import Span, in_chunks, positions_of
 from kvist.store.layouts import Index, PagedKV
 
@@ -279,38 +279,68 @@ class PagedAttention:
 
     def plan(self, spans: Sequence[Span]) -> "PagedPlan":
         """Plan a step; ``spans`` as for :class:`kvist.kernels.attention.AttentionPlan`."""
+        store = self.store
+        if store.group.chunk is not None:
+            spans = in_chunks(spans, store.group.chunk, store.block_tokens)
+        window = store.group.window
+        runs: Sequence[SharedRun] = ()
+        if window is None and len(spans) > 1:
+            # What a key draws is known with all that its query sees, in one piece.
+            limits = [0 if span.drawn is not None else span.start // store.block_tokens for span in spans]
+            runs = shared_runs([span.table for span in spans], limits)
+        drawn = [(index, span.drawn) for index, span in enumerate(spans) if span.drawn is not None]
+        assert window is None or not drawn, "keys behind a window draw nothing that could be told"
+        return self.plan_of([self.segment(spans, positions_of(spans))], window=window or 0, runs=runs, drawn=drawn)
+
+    def plan_of(
+        self,
+        segments: Sequence[Any],
+        *,
+        window: int = 0,
+        runs: Sequence[SharedRun] = (),
+        open_segment: int = 0,
+        sealed: Index | None = None,
+        drawn: Sequence[tuple[int, Tensor]] = (),
+    ) -> "PagedPlan":
+        """Plan a step over segments; shared runs are of the first, of which the window is too.
+
+        Args:
+            segments: of :meth:`segment`.
+            window: tokens that a query sees; 0 for all.
+            runs: blocks that several sequences begin with.
+            open_segment: where the rows are stored.
+            sealed: int64 ``[tokens, 4]``: block and slot of the open segment, and those of the first, of each token
+                that moves there.
+            drawn: spans of a lone segment, and what is added to of each: as :class:`kvist.kernels.spans.Span` has it.
+        """
         self.kernels.follow_threads()
-        return PagedPlan(self, spans)
+        places = [(run.first_span, run.end_span, run.first_block, run.end_block) for run in runs]
+        plan = self.kernels.module.Plan(
+            segments=list(segments),
+            open=open_segment,
+            scale=self.scores.scale,
+            softcap=self.scores.softcap or 0.0,
+            window=window,
+            runs=np.array(places, np.int64).ravel(),
+            sealed=np.empty(0, np.int64) if sealed is None else sealed.ravel(),
+            drawn=[number for i, sums in drawn for number in (i, sums.data_ptr(), *sums.stride()[:2])],
+        )
+        return self.plan_type(self.kernels, plan, [sums for _, sums in drawn])
+
+    @property
+    def plan_type(self) -> "type[PagedPlan]":
+        """Of what :meth:`plan_of` returns."""
+        return PagedPlan
 
 
 class PagedPlan:
     """What the queries of one step see in one group of layers; the same verb as :class:`AttentionPlan`."""
 
-    def __init__(self, memory: PagedAttention, spans: Sequence[Span]) -> None:
-        self.memory = memory
-        store = memory.store
-        if store.group.chunk is not None:
-            spans = in_chunks(spans, store.group.chunk, store.block_tokens)
-        window = store.group.window
-        runs = []
-        if window is None and len(spans) > 1:
-            # What a key draws is known with all that its query sees, in one piece.
-            limits = [0 if span.drawn is not None else span.start // store.block_tokens for span in spans]
-            runs = shared_runs([span.table for span in spans], limits)
-        self.drawn = [(index, span.drawn) for index, span in enumerate(spans) if span.drawn is not None]
-        assert window is None or not self.drawn, "keys behind a window draw nothing that could be told"
-        self.plan = memory.kernels.module.Plan(
-            segments=[memory.segment(spans, positions_of(spans))],
-            open=0,
-            scale=memory.scores.scale,
-            softcap=memory.scores.softcap or 0.0,
-            window=window or 0,
-            runs=np.array(
-                [(run.first_span, run.end_span, run.first_block, run.end_block) for run in runs], np.int64
-            ).ravel(),
-            sealed=np.empty(0, np.int64),
-            drawn=[number for i, sums in self.drawn for number in (i, sums.data_ptr(), *sums.stride()[:2])],
-        )
+    def __init__(self, kernels: Cpu, plan: Any, drawn: Sequence[Tensor]) -> None:
+        self.kernels = kernels
+        self.plan = plan
+        # Written to by address.
+        self.drawn = drawn
 
     def attend(self, slot: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Store a layer's new keys and values, then attend.
@@ -325,10 +355,9 @@ class PagedPlan:
             ``[tokens, repeats x kv_heads x dim]``.
         """
         assert sinks is None, "layers with sinks attend by PyTorch's operators"
-        memory = self.memory
         out = torch.empty(len(q), q.shape[1] * q.shape[2] * q.shape[3], dtype=q.dtype)
         self.plan.attend(
-            memory.kernels.amx,
+            self.kernels.amx,
             slot,
             q.data_ptr(),
             q.stride(0),
@@ -345,4 +374,4 @@ class PagedPlan:
             slot: the layer's place in the group.
             q: as for :meth:`attend`.
         """
-        self.plan.weigh(self.memory.kernels.amx, slot, q.data_ptr(), q.stride(0))
+        self.plan.weigh(self.kernels.amx, slot, q.data_ptr(), q.stride(0))

@@ -100,7 +100,7 @@ void cut_segment(std::vector<Piece>& pieces, Plan& plan, int number, const Table
         std::int64_t begin = shared[span];
         if (plan.window > 0) begin = std::max(begin, segment.seen[first_row[span]] - plan.window + 1);
         Piece whole{first_row[span], first_row[span + 1], begin, segment.seen[first_row[span + 1] - 1] + 1,
-                    segment.offsets.data() + tables.begin[span], number, drawn[span]};
+                    segment.offsets.data() + tables.begin[span], number, number == 0 ? drawn[span] : -1};
         const int each = whole.drawn < 0 ? rows : rows_of_drawn(rows, tables.count[span], whole.end_key, plan.shape().repeats);
         cut_rows(pieces, whole, each, segment.seen, plan.window);
     }

@@ -5,13 +5,10 @@ C++ for any processor, in float32 arithmetic, over blocks of every codec; compil
 architecture have, and on x86 for AVX2 and AVX-512 besides.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from kvist.kernels.cpu import CODECS, PagedAttention, PagedPlan
-from kvist.kernels.spans import Span
 from kvist.store.layouts import PagedKV
 
 # cpu_portable.h: kMaxDim and Type.
@@ -36,10 +33,10 @@ class PortableAttention(PagedAttention):
             and store.dim <= _MOST_DIM
         )
 
-    def plan(self, spans: Sequence[Span]) -> "PortablePlan":
-        """Plan a step; ``spans`` as for :class:`kvist.kernels.attention.AttentionPlan`."""
-        self.kernels.follow_threads()
-        return PortablePlan(self, spans)
+    @property
+    def plan_type(self) -> "type[PagedPlan]":
+        """Of what is planned."""
+        return PortablePlan
 
 
 class PortablePlan(PagedPlan):
@@ -58,10 +55,9 @@ class PortablePlan(PagedPlan):
         Returns:
             ``[tokens, repeats x kv_heads x dim]``.
         """
-        memory = self.memory
         out = torch.empty(len(q), q.shape[1] * q.shape[2] * q.shape[3], dtype=q.dtype)
         self.plan.attend_anywhere(
-            memory.kernels.build,
+            self.kernels.build,
             _TYPES[q.dtype],
             slot,
             q.data_ptr(),

@@ -58,7 +58,7 @@ def sharing_order(tables: Sequence[npt.NDArray[np.int64]]) -> list[int]:
     """An order in which sequences that begin with the same blocks are neighbours, and else longer ones come first."""
     families: dict[int, list[int]] = {}
     for index, table in enumerate(tables):
-        families.setdefault(int(table[0]), []).append(index)
+        families.setdefault(int(table[0]) if table.size else -1, []).append(index)
     ordered = sorted(families.values(), key=lambda family: -max(len(tables[index]) for index in family))
     for family in ordered:
         if len(family) > 1:

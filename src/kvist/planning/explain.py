@@ -90,6 +90,7 @@ def _sequences(plan: Plan) -> Iterator[Explained]:
     rules = [
         ("a window of W tokens holds min(tokens, W)", any(term.limit is not None for term in terms)),
         ("compressed entries and pools are whole: //", any("//" in term.held(1) for term in terms)),
+        ("whole runs are sealed, and the rest is in the tail", any(term.run for term in terms)),
         ("a state is there whatever the length", any(term.fixed for term in terms)),
     ]
     source = "; ".join(rule for rule, used in rules if used) or "every layer holds every token"

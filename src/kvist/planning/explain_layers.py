@@ -35,6 +35,8 @@ class Term:
         fixed: the product where it does not depend on the tokens; empty otherwise.
         indexer: whether it is of indexer keys.
         encoder_tokens: where it is of an encoder whose length is fixed.
+        run: where it is of runs of so many tokens that are sealed, or of the tail that is not.
+        tail: whether it is of the latter.
     """
 
     unit: str
@@ -43,16 +45,21 @@ class Term:
     fixed: str = ""
     indexer: bool = False
     encoder_tokens: int = 0
+    run: int = 0
+    tail: bool = False
 
     @property
     def append(self) -> str:
         """Bytes of one more token; empty where a token adds none."""
-        if self.fixed:
+        if self.fixed or self.tail:
             return ""
         return self.unit if self.per == 1 else f"{self.unit} / {self.per}"
 
     def held(self, tokens: int) -> str:
         """Units of a sequence."""
+        if self.run:
+            rest = f"{tokens:,} % {self.run:,}"
+            return rest if self.tail else f"({tokens:,} - {rest})"
         held = f"{tokens:,}" if self.limit is None else f"min({tokens:,}, {self.limit:,})"
         return held if self.per == 1 else f"{held} // {self.per}"
 
@@ -131,6 +138,12 @@ def _terms(layer: Layer, count: int, fmt: CacheFormat) -> Iterator[Term]:
             if isinstance(layer, Cross):
                 yield Term(unit=unit, encoder_tokens=layer.encoder_tokens or 0)
                 return
+            if fmt.tail and layer.endless:
+                kept = fmt.of_tail
+                exact = f"({kept.key_bytes(layer.key_dim)} + {kept.value_bytes(layer.value_dim)} B)"
+                yield Term(unit=unit, run=fmt.tail)
+                yield Term(unit=f"{layers} x {counted(layer.kv_heads, 'head')} x {exact}", run=fmt.tail, tail=True)
+                return
             limit = layer.window if layer.chunk is None else layer.chunk
             yield Term(unit=unit, limit=limit)
             yield from _indexer(layer.indexer, layers, fmt, limit=limit)
@@ -170,6 +183,9 @@ def explain_vectors(layer: Layer, fmt: CacheFormat) -> Iterator[Vector]:
             case Attention() | Cross():
                 yield _vector("key", leaf.key_dim, fmt.key_codec)
                 yield _vector("value", leaf.value_dim, fmt.value_codec)
+                if fmt.tail and isinstance(leaf, Attention) and leaf.endless:
+                    yield _vector("key", leaf.key_dim, fmt.of_tail.key_codec, note=", of the tail")
+                    yield _vector("value", leaf.value_dim, fmt.of_tail.value_codec, note=", of the tail")
             case Latent() | Compressed():
                 what = "latent" if isinstance(leaf, Latent) else "compressed"
                 yield _latent(what, leaf, fmt)

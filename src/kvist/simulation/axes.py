@@ -126,6 +126,7 @@ AXES: dict[str, Read] = {
     "gpu": _gpu,
     "keep-layers": _kept,
     "state": _field("state", values.state_codec),
+    "tail": _field("tail", values.whole(0, 1024)),
     "memory": _field("memory", values.size),
     "cache-memory": _field("cache_memory", values.size),
     "weights": _field("weights", values.weight_codec),

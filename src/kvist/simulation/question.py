@@ -43,7 +43,7 @@ class Question:
     Attributes:
         model: what :meth:`ModelSpec.read` takes; not needed for an endless cache without a clock.
         key, value: codecs of the cache.
-        rotate, keep_layers, keep, state: as those of :class:`~kvist.spec.formats.CacheFormat`.
+        rotate, keep_layers, keep, state, tail: as those of :class:`~kvist.spec.formats.CacheFormat`.
         layer_formats: of single layers, as ``7=int8/int4``.
         gpu, memory, cache_memory, weights, tp, pp, overhead: as those of :func:`kvist.plan`.
         policies: names, in order.
@@ -71,6 +71,7 @@ class Question:
     keep: str | None = None
     layer_formats: tuple[str, ...] = ()
     state: str | None = None
+    tail: int = 0
     gpu: str | None = None
     memory: int | str | None = None
     cache_memory: int | str | None = None
@@ -126,6 +127,7 @@ class Question:
             keep_layers=(self.keep_layers, self.keep),
             layer_formats=map(layer_format, self.layer_formats),
             state=self.state,
+            tail=self.tail,
         )
 
     def __post_init__(self) -> None:

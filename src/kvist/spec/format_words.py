@@ -2,7 +2,7 @@
 
 ::
 
-    --key int8 --value int4 --rotate --keep-layers 2 --layer-format 7=int8/int8 --state bf16
+    --key int8 --value int4 --rotate --keep-layers 2 --layer-format 7=int8/int8 --state bf16 --tail 32
 """
 
 from collections.abc import Iterable
@@ -54,6 +54,7 @@ def format_of(
     keep_layers: tuple[int, str | None] | None = None,
     layer_formats: Iterable[tuple[int, str]] = (),
     state: str | None = None,
+    tail: int = 0,
 ) -> CacheFormat:
     """Make a format of what options say; ``rotate`` is of single layers' formats too.
 
@@ -67,7 +68,16 @@ def format_of(
         own_key, own_value = pair(codecs, key="layer_formats")
         layers[index] = CacheFormat(key=own_key, value=own_value, rotate=rotate)
     count, keep = keep_layers or (0, None)
-    return CacheFormat(key=key, value=value, rotate=rotate, keep_layers=count, keep=keep, layers=layers, state=state)
+    return CacheFormat(
+        key=key,
+        value=value,
+        rotate=rotate,
+        keep_layers=count,
+        keep=keep,
+        layers=layers,
+        state=state,
+        tail=tail,
+    )
 
 
 def options_of(fmt: CacheFormat) -> tuple[str, ...]:
@@ -79,6 +89,8 @@ def options_of(fmt: CacheFormat) -> tuple[str, ...]:
         words += ["--keep-layers", f"{fmt.keep_layers}={fmt.keep or 'bf16'}"]
     for index, own in fmt.own.items():
         words += ["--layer-format", f"{index}={own.key}/{own.value}"]
+    if fmt.tail:
+        words += ["--tail", str(fmt.tail)]
     return (*words, *(("--state", fmt.state) if fmt.state is not None else ()))
 
 

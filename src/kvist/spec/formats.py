@@ -13,6 +13,14 @@ with a scale group 32 elements along the head dimension under one f16 scale, the
     layer n - 2 … n - 1  keys bf16, values bf16
 
 :meth:`CacheFormat.of_layer` is the plain pair of one layer; nothing else decides what a layer is stored in.
+
+With an open *tail* a sequence is stored in two formats: a token is kept as it was computed until its run of ``tail``
+tokens is whole, which is then sealed in the codecs. Queries see runs before their own sealed, and their own run exact::
+
+    CacheFormat(key="int4", value="int4", tail=32)
+
+    tokens 0 … 31 | 32 … 63 | 64 … 70            a query at 70
+    sealed: int4  | int4    | open: bf16         sees them so, as does one that comes in a prompt of 71 tokens
 """
 
 from collections.abc import Mapping
@@ -81,7 +89,13 @@ STATE_CODECS = ("f32", "f16", "bf16")
 
 
 KEEP_CODECS = ("f32", "f16", "bf16")
-"""What kept layers can be stored in: as an engine computes, or nearly."""
+"""What kept layers and open tails can be stored in: as an engine computes, or nearly."""
+
+TAIL_STEP = 16
+"""Tails are whole multiples of so many tokens, of which kernels read."""
+
+MOST_TAIL = 1024
+"""Longest tail: what is sealed at once is in memory twice for a step."""
 
 
 def codec_named(name: str, *, key: str = "codec") -> Codec:
@@ -128,10 +142,12 @@ class CacheFormat:
             outliers, before they are stored in a codec of 8 bits or fewer; others are stored as they are. Costs no
             byte.
         keep_layers: so many first and so many last layers of the model keep keys and values in ``keep``.
-        keep: their codec; None is bf16 in a plan, and in an engine the type in which it computes.
+        keep: their codec, and that of tails; None is bf16 in a plan, and in an engine the type in which it computes.
         layers: formats of single layers, by index, before ``keep_layers``; a mapping, kept as pairs in order.
         state: codec of the recurrent parts of states; None: each model's own (f32, unless its configuration says
             otherwise).
+        tail: tokens that are sealed at once, in layers of attention that keep every token; until then they are stored
+            in ``keep``. 0: each is stored in its codecs at once.
 
     Raises:
         InputError: a codec is none, a number is out of range, or a layer's format is more than one.
@@ -144,6 +160,7 @@ class CacheFormat:
     keep: str | None = None
     layers: "Mapping[int, CacheFormat] | tuple[tuple[int, CacheFormat], ...]" = ()
     state: str | None = None
+    tail: int = 0
 
     def __post_init__(self) -> None:
         codec_named(self.key, key="key")
@@ -159,11 +176,17 @@ class CacheFormat:
                 f"keep_layers: {self.keep_layers!r}; a whole number of layers at either end, 0 or more",
                 key="keep_layers",
             )
+        if type(self.tail) is not int or self.tail % TAIL_STEP or not 0 <= self.tail <= MOST_TAIL:
+            raise InputError(
+                f"tail: {self.tail!r}; tokens that are sealed at once, a multiple of {TAIL_STEP} up to {MOST_TAIL}, "
+                f"or 0 for no tail",
+                key="tail",
+            )
         own = dict(self.layers)
         for index, fmt in own.items():
             if type(index) is not int or index < 0:
                 raise InputError(f"layers: {index!r}; layers are counted from 0", key="layers")
-            if not isinstance(fmt, CacheFormat) or fmt.keep_layers or fmt.layers:
+            if not isinstance(fmt, CacheFormat) or fmt.keep_layers or fmt.layers or fmt.tail:
                 raise InputError(f"layers: layer {index} is in {fmt}; give it a plain CacheFormat", key="layers")
         object.__setattr__(self, "layers", tuple(sorted(own.items())))
 
@@ -204,9 +227,22 @@ class CacheFormat:
 
     @cached_property
     def plain(self) -> "CacheFormat":
-        """What layers are stored in of which nothing else is said; without a rotation that turns nothing."""
-        bare = replace(self, keep_layers=0, keep=None, layers=())
+        """What layers are stored in of which nothing else is said; no rotation or tail that would change nothing."""
+        kept = self.keep or "bf16"
+        tail = self.tail if (self.key, self.value) != (kept, kept) else 0
+        bare = replace(self, keep_layers=0, keep=kept if tail else None, layers=(), tail=tail)
         return replace(bare, rotate=bare.rotates)
+
+    @cached_property
+    def of_sealed(self) -> "CacheFormat":
+        """Of a plain format, what whole runs are stored in: all there is, where it has no tail."""
+        return replace(self, tail=0, keep=None) if self.tail else self
+
+    @cached_property
+    def of_tail(self) -> "CacheFormat":
+        """Of a plain format with a tail, what that is stored in."""
+        kept = self.keep or "bf16"
+        return CacheFormat(key=kept, value=kept, state=self.state)
 
     def of_layer(self, index: int, count: int) -> "CacheFormat":
         """What one layer is stored in: a plain format.
@@ -223,7 +259,7 @@ class CacheFormat:
         self.require_layers(count)
         own = self.own.get(index)
         if own is not None:
-            return replace(own, state=own.state or self.state).plain
+            return replace(own, state=own.state or self.state, tail=self.tail, keep=self.keep).plain
         if self.keep_layers and not self.keep_layers <= index < count - self.keep_layers:
             kept = self.keep or "bf16"
             return CacheFormat(key=kept, value=kept, rotate=self.rotate, state=self.state).plain
@@ -241,8 +277,8 @@ class CacheFormat:
         return replace(self.plain, layers={index: fmt for index, fmt in found.items() if fmt != self.plain})
 
     def computed_in(self, codec: str) -> "CacheFormat":
-        """The same format as an engine that computes in this type has it: kept layers are stored as they come."""
-        return replace(self, keep=codec) if self.keep_layers and self.keep is None else self
+        """The same format as an engine that computes in this type has it: kept layers and tails are as they come."""
+        return replace(self, keep=codec) if (self.keep_layers or self.tail) and self.keep is None else self
 
     def require_layers(self, count: int, *, name: str = "the model") -> None:
         """Raise :class:`InputError` unless a model of ``count`` layers, called ``name``, can be stored so."""
@@ -291,6 +327,8 @@ class CacheFormat:
             more["rotate"] = True
         if self.keep_layers:
             more |= {"keep_layers": self.keep_layers, "keep": self.keep or "bf16"}
+        if self.tail:
+            more |= {"tail": self.tail, "keep": self.keep or "bf16"}
         if self.own:
             more["layers"] = {str(index): fmt.to_dict() for index, fmt in self.own.items()}
         if self.state is not None:
@@ -312,6 +350,8 @@ class CacheFormat:
         parts = [f"layer {index} ({fmt})" if fmt.state else f"layer {index} {fmt}" for index, fmt in self.own.items()]
         if self.keep_layers:
             parts.append(f"{self.keep_layers} + {self.keep_layers} layers {self.keep or 'bf16'}")
+        if self.tail:
+            parts.append(f"tails of {self.tail} {self.keep or 'bf16'}")
         return parts if self.state is None else [*parts, f"states {self.state}"]
 
 

@@ -65,8 +65,12 @@ class Layer:
 
     @property
     def stored(self) -> tuple["Layer", ...]:
-        """What the layer stores itself, taken apart so that each piece has one lifetime."""
+        """What the layer stores itself, taken apart so that each piece has one lifetime in formats without a tail."""
         return (self,)
+
+    def pieces(self, fmt: CacheFormat) -> tuple[tuple["Layer", CacheFormat], ...]:
+        """What a layer of :attr:`stored` stores in a plain format: pieces of one lifetime and one format each."""
+        return ((self.stored_in(fmt), fmt.of_sealed),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +113,9 @@ class Attention(Layer):
         window: a query at position p sees the keys at positions > p - window; None sees all.
         chunk: a query at position p sees the keys from p // chunk x chunk on (Llama 4); None sees all.
         indexer: of sparse attention, which keeps every token (MiniMax-M3).
+        sealed: this is the part of a layer that holds whole runs of so many tokens, of which a query at position p sees
+            those before p // sealed x sealed; the tail has the others.
+        tail: this is the part that holds the tokens from there on, less than so many between steps.
     """
 
     kind: ClassVar[str] = "attention"
@@ -119,12 +126,27 @@ class Attention(Layer):
     window: int | None = None
     chunk: int | None = None
     indexer: Indexer | None = None
+    sealed: int | None = None
+    tail: int | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.chunk is not None:
             raise InputError(
                 f"window: {self.window} and chunk: {self.chunk} are both given; a layer has one of them", key="window"
             )
+
+    @property
+    def endless(self) -> bool:
+        """Whether a query sees all tokens, in this one place."""
+        return all(limit is None for limit in (self.window, self.chunk, self.indexer, self.sealed, self.tail))
+
+    def pieces(self, fmt: CacheFormat) -> tuple[tuple[Layer, CacheFormat], ...]:
+        """Sealed runs and a tail, in formats that have one, of layers that keep every token."""
+        if not fmt.tail:
+            return ((self, fmt),)
+        if not self.endless:
+            return ((self, fmt.of_sealed),)
+        return ((replace(self, sealed=fmt.tail), fmt.of_sealed), (replace(self, tail=fmt.tail), fmt.of_tail))
 
     def token_bytes(self, fmt: CacheFormat) -> int:
         """Bytes of one token's keys and values: ``kv_heads x (key vector + value vector)``."""
@@ -135,16 +157,24 @@ class Attention(Layer):
         return self.token_bytes(fmt) + self.indexer_bytes(fmt)
 
     def retained_bytes(self, fmt: CacheFormat) -> Rate:
-        """Nothing with a window or chunk, which has given back as many by then."""
-        return self.append_bytes(fmt) if self.window is None and self.chunk is None else 0
+        """Nothing with a window or chunk, which has given back as many by then, nor of a tail."""
+        return self.append_bytes(fmt) if self.window is None and self.chunk is None and self.tail is None else 0
 
     def indexer_bytes(self, fmt: CacheFormat) -> Rate:
         """Bytes of a token's indexer keys."""
         return self.indexer.append_bytes(fmt) if self.indexer else 0
 
     def bytes(self, tokens: int, fmt: CacheFormat) -> int:
-        """Bytes of a sequence of ``tokens``; a window or chunk holds ``min(tokens, window)`` of them."""
+        """Bytes of a sequence of ``tokens``; a window or chunk holds ``min(tokens, window)`` of them.
+
+        In formats with a tail whole runs of ``fmt.tail`` tokens are sealed, and the rest is in the tail.
+        """
+        if fmt.tail and self.endless:
+            return sum(piece.bytes(tokens, plain) for piece, plain in self.pieces(fmt))
         held = held_tokens(tokens, self.window, self.chunk)
+        if self.sealed is not None or self.tail is not None:
+            rest = tokens % (self.sealed or self.tail or 1)
+            held = rest if self.tail is not None else tokens - rest
         return held * self.token_bytes(fmt) + (self.indexer.bytes(held, fmt) if self.indexer else 0)
 
 

@@ -10,13 +10,15 @@ from kvist.cache.groups import Group
 from kvist.kernels.attention import AttentionPlan
 from kvist.kernels.cpu import PagedPlan
 from kvist.kernels.latent import LatentPlan
+from kvist.kernels.sealing import SealedPlan
 from kvist.kernels.segment import ItemsPlan, LatentItemsPlan
 from kvist.model.rotary import FusedRotation, Rotation
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Layer
 from kvist.store.states import StatePlan
 
-Plan = AttentionPlan | PagedPlan | ItemsPlan | LatentPlan | LatentItemsPlan | StatePlan
+Plan = AttentionPlan | PagedPlan | SealedPlan | ItemsPlan | LatentPlan | LatentItemsPlan | StatePlan | None
+"""Of a group; None of tails, which the plan of their layers' sealed runs takes along."""
 
 
 class Observer(Protocol):
@@ -85,10 +87,10 @@ class Pass:
     plans: Sequence[Plan]
     observer: Observer | None = None
 
-    def attention(self, group: int) -> AttentionPlan | PagedPlan | ItemsPlan:
+    def attention(self, group: int) -> AttentionPlan | PagedPlan | SealedPlan | ItemsPlan:
         """The plan of a group whose layers attend."""
         plan = self.plans[group]
-        assert isinstance(plan, AttentionPlan | PagedPlan | ItemsPlan)
+        assert isinstance(plan, AttentionPlan | PagedPlan | SealedPlan | ItemsPlan)
         return plan
 
     def latents(self, group: int) -> LatentPlan | LatentItemsPlan:
