@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvist import CacheFormat, Engine, ModelSpec
 from kvist.cache.groups import groups_of
 from kvist.cache.layout import ArenaLayout
-from kvist.errors import InputError
+from kvist.errors import InputError, UnsupportedModel
 from kvist.kernels import cpu as cpu_module
 from kvist.kernels.cpu import PagedAttention
 from kvist.kernels.dense import Scores
@@ -208,8 +208,8 @@ def test_cold_chunked_and_warm_agree(prompt):
     assert warm.account["prefix_hit_tokens"] == 128
     for answer in (cold, chunked, warm):
         assert answer.account["allocated_bytes"] == answer.account["planned_bytes"]
-        # 5 runs of 32 tokens, and 9 as computed, the last token being never stored.
-        assert answer.account["planned_bytes"] == 30 * 3 * (5 * 32 * 102 + 16 * 64 * 2 * 4)
+        # 5 runs of 32 tokens of 68 + 36 bytes, and 9 tokens in a block of 16 as computed; the last one is never stored.
+        assert answer.account["planned_bytes"] == 30 * 3 * (5 * 32 * (68 + 36) + 16 * 64 * 2 * 4)
 
 
 def test_bytes_are_those_of_both_segments():
@@ -238,3 +238,14 @@ def test_what_a_tail_does_not_change():
 def test_bad_tails_are_refused(tail):
     with pytest.raises(InputError, match=r"tail: .* a multiple of 16 up to 1024"):
         CacheFormat(key="int4", value="int4", tail=tail)
+
+
+def test_sealed_runs_are_not_pruned():
+    """Codes of a run belong together; kept layers, which could be pruned, are not pruned alone."""
+    engine = Engine(
+        "smollm2-135m", memory="64MiB", format=CacheFormat(key="int8", value="int4", tail=32, keep_layers=1)
+    )
+    with pytest.raises(
+        UnsupportedModel, match=r"h2o:0.5 could prune: runs that are sealed stay whole; leave out the tail"
+    ):
+        list(engine.generate(["The"], max_tokens=2, evict="h2o:0.5"))

@@ -322,6 +322,17 @@ def groups_of(
     )
 
 
+def cannot_prune(groups: Iterable[Group]) -> str:
+    """Why tokens of a sequence cannot be dropped from these groups, in words; empty where they can."""
+    groups = tuple(groups)
+    if any(group.lifetime == "sealed" for group in groups):
+        return "runs that are sealed stay whole; leave out the tail"
+    if not any(group.prunable for group in groups):
+        names = ", ".join(group.name for group in groups)
+        return f"{names} hold no token for good; leave evict out"
+    return ""
+
+
 def _pieces(spec: ModelSpec, encoder_tokens: int | None) -> Iterator[tuple[Layer, int]]:
     """What each layer stores, and its index; encoders have their length."""
     for index, layer in enumerate(spec.layers):

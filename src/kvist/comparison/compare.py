@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvist.cache.groups import cannot_prune
 from kvist.cartridges.evaluation import read_questions
 from kvist.cartridges.self_study import Writer
 from kvist.comparison.journal import Journal, digest
@@ -261,10 +262,9 @@ def _for_model(
     for setting in dict.fromkeys(settings):
         try:
             groups = stored_groups(spec, setting.format, dtype)
-            if setting.pruning is not None and not any(group.prunable for group in groups):
+            if setting.pruning is not None and (why := cannot_prune(groups)):
                 raise InputError(
-                    f"evict: {spec.name} has no layers of full attention over keys and values, whose tokens could go",
-                    key="evict",
+                    f"evict: {spec.name} keeps nothing that {setting.pruning} could prune: {why}", key="evict"
                 )
             shrunk = setting.pruning is not None or setting.cartridge is not None
             if lenient and not shrunk and [group.block_bytes for group in groups] == full:

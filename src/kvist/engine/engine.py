@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from kvist.cache.groups import DEFAULT_BLOCK_TOKENS, groups_of
+from kvist.cache.groups import DEFAULT_BLOCK_TOKENS, cannot_prune, groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
@@ -287,11 +287,9 @@ class Engine:
         pruning = Pruning.read(evict) if isinstance(evict, str) else evict
         if not isinstance(pruning, Pruning | None):
             raise InputError(f"evict: {evict!r}; write h2o:0.5, snapkv:512, streaming:4+1020 or none", key="evict")
-        if pruning is not None and not any(group.prunable for group in self.groups):
-            kinds = ", ".join(group.name for group in self.groups)
+        if pruning is not None and (why := cannot_prune(self.groups)):
             raise UnsupportedModel(
-                f"evict: {self.spec.name} keeps nothing that {pruning} could prune ({kinds}); leave evict out",
-                key="evict",
+                f"evict: {self.spec.name} keeps nothing that {pruning} could prune: {why}", key="evict"
             )
         return pruning
 
