@@ -13,7 +13,7 @@ from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
 from kvist.errors import InputError
 from kvist.kernels.dense import Scores
-from kvist.kernels.pruning import column_sums
+from kvist.kernels.pruning import Observed, column_sums, select
 from kvist.spec.formats import CacheFormat
 from kvist.spec.pruning import LEAST, SLACK, Pruning
 from kvist.store.layouts import Scratch
@@ -26,7 +26,7 @@ FAMILIES = {
     "mha": Case(model="LlamaForCausalLM", config={"num_attention_heads": 3, "num_key_value_heads": 3}),
     "windows": GEMMA,
 }
-METHODS = ["h2o:40", "snapkv:0.4", "streaming:4+36"]
+METHODS = ["h2o:40", "h2o-sum:40", "snapkv:0.4", "streaming:4+36"]
 FORMATS = [
     CacheFormat(key="bf16", value="bf16"),
     CacheFormat(key="int8", value="int4", rotate=True),
@@ -128,14 +128,14 @@ def test_shared_prefixes_stay_as_they_are(family: Served) -> None:
     assert all(session.manager.arena.held(group) == 0 for group in range(len(family.groups)))
 
 
-@pytest.mark.parametrize("method", ["snapkv:40", "streaming:4+36", "h2o:40"])
+@pytest.mark.parametrize("method", ["snapkv:40", "streaming:4+36", "h2o:40", "h2o-sum:40"])
 def test_warm_equals_cold(family: Served, method: str) -> None:
     session = PrunedSession(family)
     prompts = prompts_of(60, shared=80)
     (cold,) = session.run(prompts, steps=8, evict=[method])
     (warm,) = session.run(prompts, steps=8, evict=[method])
     assert warm.sequence.known().tolist() == cold.sequence.known().tolist()
-    assert bool(warm.first_hit_tokens) == (method != "h2o:40")
+    assert bool(warm.first_hit_tokens) == (not method.startswith("h2o"))
 
 
 @pytest.mark.parametrize("method", ["h2o:30", "snapkv:30", "streaming:4+26"])
@@ -214,6 +214,22 @@ def test_a_lone_prompt_that_fills_memory_is_pruned_where_it_lies() -> None:
     assert (manager.arena.held(0), manager.arena.free(0), manager.tree.tokens) == (3, 2, 0)
 
 
+@pytest.mark.parametrize(
+    ("method", "kept"),
+    [
+        # By the mean, by the sum, by the neighbours', by the order; the first and the newest stay.
+        ("h2o", [0, 9, 10, 11]),
+        ("h2o-sum", [0, 2, 10, 11]),
+        ("snapkv", [0, 8, 10, 11]),
+        ("streaming", [0, 9, 10, 11]),
+    ],
+)
+def test_what_methods_keep(method: str, kept: list[int]) -> None:
+    sums = torch.tensor([0.0, 0.1, 5.0, 0.1, 0.2, 4.0, 4.0, 4.0, 0.2, 3.0, 0.0, 0.0])
+    seen = Observed(sums=sums[None, None], ages=torch.arange(12, 0, -1.0), recent=2)
+    assert select(method, seen, keep=4, sinks=1).tolist() == [[kept]]
+
+
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_column_sums(softcap: float | None, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,6 +254,7 @@ def test_column_sums(softcap: float | None, sinks: bool, monkeypatch: pytest.Mon
     [
         ("h2o:0.5", "h2o:0.5", 500),
         ("h2o:.25", "h2o:0.25", 250),
+        ("h2o-sum:0.5", "h2o-sum:0.5", 500),
         ("snapkv:512", "snapkv:512", 512),
         ("snapkv:1k", "snapkv:1024", 1024),
         ("streaming:4+1020", "streaming:4+1020", 1024),
@@ -269,7 +286,7 @@ def test_a_share_is_a_number(share: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("h20:0.5", "is no method with a budget; write h2o:BUDGET, snapkv:BUDGET, streaming:BUDGET or none"),
+        ("h20:0.5", "is no method with a budget; write h2o:BUDGET, h2o-sum:BUDGET, snapkv:BUDGET, streaming:BUDGET or none"),
         ("", "is no method"),
         ("h2o", "'' is no budget of h2o; write h2o:0.5, a share of the prompt, or h2o:512, tokens"),
         ("h2o:4+100", "is no budget of h2o"),

@@ -56,7 +56,8 @@ def usual() -> list[Setting]:
         for key, value in PAIRS
         for rotate in (False, True)
     ]
-    return [*formats, *(Setting(pruning=Pruning(method=name, share=share)) for name in METHODS for share in SHARES)]
+    methods = [name for name, method in METHODS.items() if method.variant_of is None]
+    return [*formats, *(Setting(pruning=Pruning(method=name, share=share)) for name in methods for share in SHARES)]
 
 
 def every_format() -> list[Setting]:

@@ -52,6 +52,11 @@ def h2o(seen: Observed) -> Tensor:
     return seen.sums / seen.ages.clamp(min=1)
 
 
+def h2o_sum(seen: Observed) -> Tensor:
+    """Heavy hitters as the paper has them: all the weight that a key drew."""
+    return seen.sums
+
+
 def snapkv(seen: Observed) -> Tensor:
     """What the last queries of a prompt weigh, averaged over neighbours: words stay whole (arXiv:2404.14469)."""
     before = seen.sums.shape[-1] - seen.recent
@@ -64,7 +69,12 @@ def streaming(seen: Observed) -> Tensor:
     return torch.arange(seen.sums.shape[-1], dtype=torch.float32).expand(seen.sums.shape)
 
 
-SCORES: Mapping[str, Callable[[Observed], Tensor]] = {"h2o": h2o, "snapkv": snapkv, "streaming": streaming}
+SCORES: Mapping[str, Callable[[Observed], Tensor]] = {
+    "h2o": h2o,
+    "h2o-sum": h2o_sum,
+    "snapkv": snapkv,
+    "streaming": streaming,
+}
 """A method's scores, ``[layers, kv_heads, slots]``: of the slots that nothing protects the largest are kept."""
 
 

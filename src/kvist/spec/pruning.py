@@ -3,6 +3,7 @@
 ::
 
     h2o:0.5           half of the prompt: what attention has weighed most, and the newest tokens      arXiv:2306.14048
+    h2o-sum:0.5       the same, where weights are added up and not divided by a key's age, as in the paper
     snapkv:512        512 tokens: what the end of the prompt attends to                               arXiv:2404.14469
     streaming:4+1020  the first 4 tokens and the newest 1,020                                         arXiv:2309.17453
     streaming:0.25    a quarter of the prompt, the first 4 tokens among it
@@ -47,16 +48,19 @@ class Method:
             has their keys and values, so that a hit changes no choice. :data:`NEVER`: all.
         recent: newest tokens that it keeps, as a share of the budget.
         most_recent: and in tokens, no more than these.
+        variant_of: the method of which it is another way to score; that one is compared where nothing else is said.
     """
 
     bounded: bool
     observes: int
     recent: float
     most_recent: int = NEVER
+    variant_of: str | None = None
 
 
 METHODS = {
     "h2o": Method(bounded=True, observes=NEVER, recent=0.5),
+    "h2o-sum": Method(bounded=True, observes=NEVER, recent=0.5, variant_of="h2o"),
     "snapkv": Method(bounded=False, observes=32, recent=0.5, most_recent=32),
     "streaming": Method(bounded=True, observes=0, recent=1.0),
 }
