@@ -7,17 +7,21 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+import torch
 from cartridge_models import LLAMA, TEXT, reading_model
 from test_cartridge_serving import cartridge_of, engine_of
 
-from kvist.cartridges.evaluation import Question
+from kvist.cartridges.evaluation import Question, read_questions
+from kvist.cartridges.self_study import Writer
 from kvist.cartridges.student import Student, to_cache
+from kvist.cartridges.teacher import Teacher
 from kvist.cli import main
 from kvist.comparison.compare import compare
 from kvist.comparison.questions import asked_of
 from kvist.comparison.settings import Setting, together
+from kvist.engine.engine import Engine
 from kvist.engine.tokenizer import Tokenizer
-from kvist.errors import InputError
+from kvist.errors import BadFile, InputError
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
 from kvist.store.cartridge_file import Cartridge
@@ -132,3 +136,63 @@ def test_the_command(model: Path, text: str, tmp_path: Path, capsys: pytest.Capt
     assert "questions behind it" in out
     assert main([*call, "--cartridge", f"half={file}"]) == 2
     assert "two are called 'half'" in capsys.readouterr().err
+
+
+CHOICES = [
+    {"question": "When did the boathouse burn down?", "choices": ["In 1953.", "In 1911.", "In 1899."], "answer": 0},
+    {"question": "Who owns the grocer's?", "choices": ["Ida Holm.", "Berit Moen."], "answer": 1},
+]
+
+
+def test_questions_with_choices(model: Path, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Scored by the likelihood of each whole answer, as one pass over it says."""
+    (tmp_path / "text.txt").write_text(text)
+    questions = tmp_path / "questions.jsonl"
+    call = ["compare", str(model), "--text", str(tmp_path / "text.txt"), "--dtype", "f32", "--following", "64"]
+    call += ["--questions", str(questions), "--evict", "streaming:0.5"]
+    spec = ModelSpec.read(model)
+    writer = Writer(Tokenizer.read(spec))
+    teacher, found = Teacher(Engine(spec, memory="8MiB", dtype="f32")), []
+    for entry in CHOICES:
+        likelihoods = []
+        for choice in entry["choices"]:
+            item = writer.item("question", 0, entry["question"], choice)
+            logs = teacher.logits(writer.tokenizer.encode(text), item.tokens, item.answer).log_softmax(1)
+            likelihoods.append(float(logs.gather(1, torch.tensor(item.tokens[item.answer :])[:, None]).sum()))
+        found.append(likelihoods.index(max(likelihoods)))
+    # A model that knows nothing is right by chance; as the right ones count what it chose, and then another.
+    for chosen, right in (found, 1.0), ([1 - found[0] % 2, found[1]], 0.5):
+        entries = [{**entry, "answer": answer} for entry, answer in zip(CHOICES, chosen, strict=True)]
+        questions.write_text("\n".join(map(json.dumps, entries)) + "\n\n")
+        assert main([*call, "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        assert rows[0]["answered"] == right
+        assert 0 <= rows[1]["answered"] <= 1
+    assert main(call) == 0
+    out = capsys.readouterr().out
+    assert "right" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (
+            '{"question": "Who?", "choices": ["A", "B"], "answer": 2}',
+            "answer: 2; write the right choice's index, from 0",
+        ),
+        ('{"question": "Who?", "choices": ["A", "B"], "answer": true}', "answer: True; write"),
+        ('{"question": "Who?", "choices": ["A"], "answer": 0}', r"choices: \['A'\]; write a list of two or more texts"),
+        ('{"question": "Who?", "choices": ["A", "A"], "answer": 0}', "choices: .*no two the same"),
+        ('{"question": "Who?", "choices": "AB", "answer": 0}', "choices: AB; write a list"),
+        ('{"question": " ", "choices": ["A", "B"], "answer": 0}', "question: ' '; write a text"),
+        ('{"question": "Who?", "choices": ["A", "B"]}', "question, choices; write question, choices and answer, all"),
+        ('["Who?", "A"]', r"\['Who\?', 'A'\]; write question, choices and answer"),
+        ('{"question": ', "no JSON: Expecting value"),
+    ],
+)
+def test_lines_that_are_no_question_with_choices(model: Path, tmp_path: Path, line: str, told: str) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text(f"{json.dumps(CHOICES[0])}\n\n{line}\n")
+    with pytest.raises(BadFile, match=rf"questions.jsonl: line 3: {told}"):
+        read_questions(path, Writer(Tokenizer.read(ModelSpec.read(model))))

@@ -286,7 +286,10 @@ def test_a_share_is_a_number(share: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("h20:0.5", "is no method with a budget; write h2o:BUDGET, h2o-sum:BUDGET, snapkv:BUDGET, streaming:BUDGET or none"),
+        (
+            "h20:0.5",
+            "is no method with a budget; write h2o:BUDGET, h2o-sum:BUDGET, snapkv:BUDGET, streaming:BUDGET or none",
+        ),
         ("", "is no method"),
         ("h2o", "'' is no budget of h2o; write h2o:0.5, a share of the prompt, or h2o:512, tokens"),
         ("h2o:4+100", "is no budget of h2o"),

@@ -37,10 +37,14 @@ class Question:
     Attributes:
         tokens: of both.
         answer: index of the answer's first token.
+        choices: the question with each of the answers that might be, as ``tokens``; none where it is not said.
+        right: index of ``tokens`` among them.
     """
 
     tokens: tuple[int, ...]
     answer: int
+    choices: tuple[tuple[int, ...], ...] = ()
+    right: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,20 +208,29 @@ class _Pruned:
 
 
 def read_questions(path: Path, writer: Writer) -> list[Question]:
-    """Questions of a file: JSON, a list of ``[question, answer]``.
+    """Questions of a file: JSON, a list of ``[question, answer]``; or a line of JSON each, with answers to choose from.
+
+    Such a line is ``{"question": text, "choices": [text, …], "answer": index of the right one}``.
 
     Raises:
         BadFile: it is written otherwise.
         InputError: it cannot be read.
     """
     try:
-        pairs = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise InputError(f"questions: {path}: {error.strerror}", key="questions") from error
+    except UnicodeDecodeError as error:
+        raise BadFile(f"{path}: is no text in UTF-8 (byte {error.start:,})") from error
+    if text.lstrip().startswith("{"):
+        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        return [_with_choices(f"{path}: line {number}", line, writer) for number, line in lines]
+    try:
+        pairs = json.loads(text)
     except ValueError as error:
         raise BadFile(f"{path}: no JSON: {error}") from error
     if not isinstance(pairs, list) or not pairs:
-        raise BadFile(f"{path}: a list of [question, answer] was expected")
+        raise BadFile(f"{path}: a list of [question, answer] was expected, or lines of questions with choices")
     found = []
     for number, pair in enumerate(pairs):
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(part, str) and part for part in pair)):
@@ -225,6 +238,29 @@ def read_questions(path: Path, writer: Writer) -> list[Question]:
         item = writer.item("question", 0, pair[0], pair[1])
         found.append(Question(tokens=item.tokens, answer=len(writer.prompt(pair[0]))))
     return found
+
+
+def _with_choices(where: str, line: str, writer: Writer) -> Question:
+    """One line of a file of questions with answers to choose from."""
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise BadFile(f"{where}: no JSON: {error}") from error
+    if not isinstance(entry, dict) or set(entry) != {"question", "choices", "answer"}:
+        given = ", ".join(entry) if isinstance(entry, dict) else repr(entry)[:40]
+        raise BadFile(f"{where}: {given or 'nothing'}; write question, choices and answer, all three and no more")
+    question, choices, right = entry["question"], entry["choices"], entry["answer"]
+    if not isinstance(question, str) or not question.strip():
+        raise BadFile(f"{where}: question: {question!r}; write a text")
+    texts = (
+        [choice for choice in choices if isinstance(choice, str) and choice.strip()] if type(choices) is list else []
+    )
+    if len(texts) < 2 or texts != choices or len(set(texts)) < len(texts):
+        raise BadFile(f"{where}: choices: {str(choices)[:60]}; write a list of two or more texts, no two the same")
+    if type(right) is not int or not 0 <= right < len(texts):
+        raise BadFile(f"{where}: answer: {right!r}; write the right choice's index, from 0 to {len(texts) - 1}")
+    tokens = tuple(writer.item("question", 0, question, text).tokens for text in texts)
+    return Question(tokens=tokens[right], answer=len(writer.prompt(question)), choices=tokens, right=right)
 
 
 def made_questions(text: str, writer: Writer, count: int) -> list[Question]:

@@ -52,7 +52,10 @@ def add_compare(commands: Any) -> None:
     )
     command.add_argument("--cross", action="store_true", help="each --format with each --evict and --cartridge besides")
     command.add_argument(
-        "--questions", metavar="FILE", help="about the text: JSON, a list of [question, answer] (made of sentences)"
+        "--questions",
+        metavar="FILE",
+        help="about the text: JSON, a list of [question, answer], or a line each with answers to choose from: "
+        '{"question": text, "choices": [text, ...], "answer": index of the right one} (made of sentences)',
     )
     command.add_argument(
         "--context", type=values.tokens(256, 2**20), default=1024, metavar="N", help="tokens of a piece (1k)"

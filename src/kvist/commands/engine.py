@@ -96,8 +96,8 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         "--evict",
         type=values.evict,
         metavar="METHOD:BUDGET",
-        help="drop tokens of a prompt once it is computed, and give their memory back: h2o, h2o-sum, snapkv or streaming, "
-        "which keep a share (h2o:0.5) or a number of tokens (snapkv:512, streaming:4+1020) (none)",
+        help="drop tokens of a prompt once it is computed, and give their memory back: h2o, h2o-sum, snapkv or "
+        "streaming, which keep a share (h2o:0.5) or a number of tokens (snapkv:512, streaming:4+1020) (none)",
     )
 
 

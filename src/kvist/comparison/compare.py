@@ -149,8 +149,8 @@ def compare(
         lenient: leave out what this model does not store or prune, and say so.
         journal: where rows are kept, and found again.
         cartridges: trained caches of this text, by the names that settings give.
-        questions: a file of them with their answers (:func:`kvist.cartridges.evaluation.read_questions`); left out,
-            they are made of the text's sentences.
+        questions: a file of them with their answers, or with answers to choose from
+            (:func:`kvist.cartridges.evaluation.read_questions`); left out, they are made of the text's sentences.
         told: is called with a label and the share of its work that is done.
 
     Raises:
@@ -173,7 +173,9 @@ def compare(
                     key="cartridge",
                 )
         context = len(tokenizer.encode(text, parse_special=False))
-    most = context + _QUESTION + max(following, ANSWER + 2)
+    asked = None if questions is None else read_questions(questions, Writer(tokenizer))
+    longest = max((len(choice) for question in asked or () for choice in question.choices), default=0)
+    most = context + _QUESTION + max(following, longest, ANSWER + 2)
     if spec.max_context is not None and most > spec.max_context:
         raise InputError(
             f"context: {context:,} tokens and what is asked behind them are {most:,}; {spec.name} reads "
@@ -181,7 +183,6 @@ def compare(
             key="context",
         )
     if whole:
-        asked = None if questions is None else read_questions(questions, Writer(tokenizer))
         cut = asked_of(tokenizer, text, asked, following=following, pieces=pieces, seed=seed)
     else:
         cut = pieces_of(tokenizer, text, context=context, following=following, pieces=pieces, seed=seed)

@@ -27,7 +27,8 @@ _BEGIN = '{"question": '
 def digest(model: str, dtype: str, pieces: Sequence[Piece], cartridges: Sequence[str] = ()) -> str:
     """Of everything that rows depend on, but for their settings; models and cartridges come with digests of theirs."""
     asked = [(piece.context, piece.following, piece.hidden, piece.weighed) for piece in pieces]
-    content = [model, dtype, *asked, *cartridges]
+    content: list[object] = [model, dtype, *asked, *cartridges]
+    content += [(question.choices, question.right) for piece in pieces for question in piece.asked]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 

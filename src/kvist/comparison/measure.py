@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import exp, isfinite
+from math import exp, isfinite, nan
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvist.cartridges.evaluation import Question
 from kvist.comparison.questions import Fact, Piece
 from kvist.comparison.reader import Reader
 from kvist.comparison.settings import Setting
 from kvist.errors import InputError
+from kvist.scheduler import Request
 
 ANSWER = 32
 """Tokens by which the speed of decoding is measured, behind each piece."""
@@ -40,6 +42,8 @@ class Row:
         needle_known: the same; the question stood before the cache was pruned.
         choice: share of the facts whose answer was the likeliest of all that might be; the question came after.
         choice_known: the same; the question stood before.
+        answered: share of the user's questions with answers to choose from whose right one was the likeliest; NaN
+            where there are none.
         decode_tokens_per_second: of one sequence, behind its context.
     """
 
@@ -55,6 +59,7 @@ class Row:
     choice: float
     choice_known: float
     decode_tokens_per_second: float
+    answered: float = nan
 
     @property
     def label(self) -> str:
@@ -106,6 +111,7 @@ class Row:
             "needle_known": _share(self.needle_known),
             "choice": _share(self.choice),
             "choice_known": _share(self.choice_known),
+            "answered": _share(self.answered),
             "decode_tokens_per_second": round(self.decode_tokens_per_second, 2),
         }
 
@@ -153,7 +159,7 @@ def measure(
     Raises:
         InputError: answers hold what is no number.
     """
-    held = full = agreed = 0
+    held = full = agreed = answered = asked = 0
     losses, seconds = 0.0, 0.0
     divergences: list[float] = []
     answers = np.zeros(4)
@@ -181,6 +187,8 @@ def measure(
         expected = logs if reference is None else reference.logs[number]
         divergences += F.kl_div(logs, expected, log_target=True, reduction="none").sum(1).double().tolist()
         agreed += int((logs.argmax(1) == expected.argmax(1)).sum())
+        answered += sum(_likeliest(reader, request, question) == question.right for question in piece.asked)
+        asked += len(piece.asked)
         if reference is None:
             kept.append(logs)
         if setting.cartridge is not None:
@@ -228,6 +236,7 @@ def measure(
         choice=choice,
         choice_known=choice_known,
         decode_tokens_per_second=len(pieces) * ANSWER / seconds,
+        answered=answered / asked if asked else nan,
     )
     return Reference(row=row, logs=kept)
 
@@ -236,3 +245,13 @@ def _answer(logs: Tensor, fact: Fact) -> tuple[float, float]:
     """Whether the answer is the likeliest token, and whether it is the likeliest choice."""
     choices = torch.tensor(fact.choices)
     return float(int(logs.argmax()) == fact.told), float(int(choices[logs[choices].argmax()]) == fact.told)
+
+
+def _likeliest(reader: Reader, request: Request, question: Question) -> int:
+    """Index of the choice that is likeliest as a whole, with what ends it."""
+    found = []
+    for tokens in question.choices:
+        logs = reader.behind(request, tokens)[question.answer - 1 : -1]
+        answer = torch.tensor(tokens[question.answer :])
+        found.append(float(logs.gather(1, answer[:, None]).double().sum()))
+    return int(np.argmax(found))

@@ -54,6 +54,7 @@ class Piece:
         hidden: the context with facts in it, as long.
         facts: these, by their depth.
         weighed: indices of what follows whose distributions are compared; none: all but the first.
+        asked: questions with answers to choose from, each asked right behind the context.
     """
 
     context: tuple[int, ...]
@@ -61,6 +62,7 @@ class Piece:
     hidden: tuple[int, ...]
     facts: tuple[Fact, ...]
     weighed: tuple[int, ...] = ()
+    asked: tuple[Question, ...] = ()
 
     @property
     def compared(self) -> tuple[int, ...]:
@@ -156,6 +158,8 @@ def asked_of(
                 hidden=(*begin, *hidden),
                 facts=facts,
                 weighed=tuple(weighed),
+                # All pieces have one context.
+                asked=() if found else tuple(question for question in questions if question.choices),
             )
         )
     return found

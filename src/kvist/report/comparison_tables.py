@@ -17,12 +17,20 @@ _COLUMNS = (
     Column(title="facts", number=True),
     Column(title="tok/s", number=True),
 )
+# Where the user's questions have answers to choose from.
+_ANSWERED = Column(title="right", number=True)
 
 
 def print_comparison(content: Mapping[str, Any]) -> None:
     """Print what ``Comparison.to_dict`` tells."""
     rows: Sequence[Mapping[str, Any]] = content["rows"]
-    print_table(_COLUMNS, [_cells(row) for row in rows], title=f"{content['model']}, computed in {content['dtype']}")
+    chosen = any(row["answered"] is not None for row in rows)
+    columns = (*_COLUMNS, _ANSWERED) if chosen else _COLUMNS
+    cells = [
+        [*_cells(row), *(["–" if row["answered"] is None else f"{row['answered']:.0%}"] if chosen else [])]
+        for row in rows
+    ]
+    print_table(columns, cells, title=f"{content['model']}, computed in {content['dtype']}")
     pieces = counted(content["pieces"], "piece")
     read = f"{pieces} of {content['context']:,} tokens, {content['following']:,} behind each."
     where = "behind the pieces"
@@ -35,6 +43,8 @@ def print_comparison(content: Mapping[str, Any]) -> None:
         f"perplexity, {where}. facts: share of hidden ones that were found, asked for after pruning / before. "
         "● no other is smaller and closer."
     )
+    if chosen:
+        about += " right: share of the questions whose right choice was the likeliest."
     print()
     for line in remarks(content, about):
         print(fill(line, WIDTH))
