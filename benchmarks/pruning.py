@@ -3,6 +3,7 @@
     python benchmarks/pruning.py facts      [--model smollm2-135m] [--list colours] [--budgets 128 256 512]
     python benchmarks/pruning.py streaming  [--tokens 8192] [--window 1024]
     python benchmarks/pruning.py overhead   [--prompt 830] [--budget 256] [--answer 192]
+    python benchmarks/pruning.py decode     [--prompt 7900] [--budget 2048] [--answer 64]
 
 ``facts``: a list of facts is read and pruned *before* any question is known; then each question with its answer is read
 behind it, as a fork of what is left, and behind each of its tokens the distribution of the next one is held against the
@@ -12,13 +13,18 @@ token is the likeliest). ``random`` keeps sinks and a random choice; ``truncatio
 ``streaming``: a text several times as long as what the model was first trained on, read with a cache of one size:
 perplexity of each stretch, with sinks and without.
 
-``overhead``: processor seconds that watching and pruning take, of those of the prompt and of the answer.
+``overhead``: processor seconds that watching and pruning take. Of a prompt also those of the whole, held against the
+prompt that is not pruned, read just before: attention itself adds up what H2O looks at. Of an answer as a share of it.
+
+``decode``: tokens per processor second behind a long prompt, behind what pruning leaves of it, and behind a prompt that
+is as short.
 """
 
 import argparse
 import gzip
 import json
 import random
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from math import exp
@@ -111,6 +117,15 @@ class Reader:
         self.runner.copy(self.scheduler.commit(batch))
         self.pruner.prune(batch.chunks)
         return logits
+
+    def answer(self, request: Request, count: int) -> float:
+        """Decode so many tokens, whatever they are; the processor seconds that took."""
+        request.max_tokens = count + 1
+        started = time.process_time()
+        for token in range(count):
+            self.scheduler.append(request, token + 100)
+            self.step()
+        return time.process_time() - started
 
     def end(self, request: Request) -> None:
         self.scheduler.finish(request)
@@ -239,26 +254,53 @@ def overhead(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     reader.runner.watch = watched
     reader.end(reader.prompt(prompt, "none")[0])
-    for evict in ["none", *(f"{method}:{args.budget}" for method in METHODS)] * args.rounds:
-        spent[0] = 0.0
-        request, seconds = reader.prompt(prompt, evict)
-        request.max_tokens = args.answer + 1
-        row = {"evict": evict, "prompt": len(prompt), "prefill": seconds, "prefill_pruning": spent[0] / seconds}
-        spent[0] = 0.0
-        started = time.process_time()
-        for token in range(args.answer):
-            reader.scheduler.append(request, token + 100)
-            reader.step()
-        seconds = time.process_time() - started
-        row |= {"answer": args.answer, "per_token": seconds / args.answer, "decode_pruning": spent[0] / seconds}
-        row["slots"] = request.sequence.length - request.sequence.pruned
-        reader.end(request)
-        yield {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for number in range(args.rounds):
+        for evict in ["none", *(f"{method}:{args.budget}" for method in METHODS)]:
+            spent[0] = 0.0
+            request, seconds = reader.prompt(prompt, evict)
+            row = {"prefill": seconds, "prefill_pruning": spent[0] / seconds}
+            spent[0] = 0.0
+            seconds = reader.answer(request, args.answer)
+            row |= {"per_token": seconds / args.answer, "decode_pruning": spent[0] / seconds}
+            row["slots"] = request.sequence.length - request.sequence.pruned
+            reader.end(request)
+            rows.setdefault(evict, []).append(row)
+            row["prefill_ratio"] = row["prefill"] / rows["none"][number]["prefill"]
+    for evict, found in rows.items():
+        middle = {name: round(statistics.median(row[name] for row in found), 4) for name in found[0]}
+        yield {"evict": evict, "prompt": len(prompt), "answer": args.answer, "rounds": len(found), **middle}
+
+
+def decode(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    text = gzip.decompress((TEXTS / "paradise_lost.txt.gz").read_bytes()).decode()[: 8 * args.prompt]
+    reader = Reader(args.model, tokens=args.prompt + args.answer, dtype=args.dtype)
+    prompt = reader.tokenizer.encode(text)[: args.prompt]
+    ways = [(prompt, "none"), (prompt[-args.budget :], "none")]
+    ways += [(prompt, f"{method}:{args.budget}") for method in args.methods or METHODS]
+    found: list[list[float]] = [[] for _ in ways]
+    slots = [0] * len(ways)
+    for _ in range(args.rounds):
+        for number, (tokens, evict) in enumerate(ways):
+            request, _ = reader.prompt(tokens, evict)
+            found[number].append(args.answer / reader.answer(request, args.answer))
+            slots[number] = request.sequence.length - request.sequence.pruned
+            reader.end(request)
+    for (tokens, evict), speeds, held in zip(ways, found, slots, strict=True):
+        times = {
+            name: round(statistics.median(a / b for a, b in zip(speeds, found[number], strict=True)), 3)
+            for number, name in enumerate(("of_long", "of_short"))
+        }
+        speed = round(statistics.median(speeds), 1)
+        yield {"evict": evict, "prompt": len(tokens), "slots": held, "tokens_per_second": speed, **times}
+
+
+WHAT = {"facts": facts, "streaming": streaming, "overhead": overhead, "decode": decode}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["facts", "streaming", "overhead"])
+    parser.add_argument("what", choices=[*WHAT])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default=best_dtype())
     parser.add_argument("--budgets", type=int, nargs="+", default=[128, 256, 512])
@@ -275,7 +317,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     with torch.inference_mode():
-        for row in {"facts": facts, "streaming": streaming, "overhead": overhead}[args.what](args):
+        for row in WHAT[args.what](args):
             print(json.dumps(row), flush=True)
 
 

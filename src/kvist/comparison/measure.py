@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import exp, isfinite, nan
+from math import exp, isfinite
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ class Row:
         needle_known: the same; the question stood before the cache was pruned.
         choice: share of the facts whose answer was the likeliest of all that might be; the question came after.
         choice_known: the same; the question stood before.
-        answered: share of the user's questions with answers to choose from whose right one was the likeliest; NaN
+        answered: share of the user's questions with answers to choose from whose right one was the likeliest; None
             where there are none.
         decode_tokens_per_second: of one sequence, behind its context.
     """
@@ -59,7 +59,7 @@ class Row:
     choice: float
     choice_known: float
     decode_tokens_per_second: float
-    answered: float = nan
+    answered: float | None = None
 
     @property
     def label(self) -> str:
@@ -111,7 +111,7 @@ class Row:
             "needle_known": _share(self.needle_known),
             "choice": _share(self.choice),
             "choice_known": _share(self.choice_known),
-            "answered": _share(self.answered),
+            "answered": None if self.answered is None else _share(self.answered),
             "decode_tokens_per_second": round(self.decode_tokens_per_second, 2),
         }
 
@@ -236,7 +236,7 @@ def measure(
         choice=choice,
         choice_known=choice_known,
         decode_tokens_per_second=len(pieces) * ANSWER / seconds,
-        answered=answered / asked if asked else nan,
+        answered=answered / asked if asked else None,
     )
     return Reference(row=row, logs=kept)
 
