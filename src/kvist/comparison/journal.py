@@ -104,8 +104,10 @@ def _is_row(entry: Mapping[str, Any]) -> bool:
     divergences = entry.get("divergences")
     if not (isinstance(entry.get("label"), str) and isinstance(divergences, list) and divergences):
         return False
-    numbers = [*divergences, *(entry.get(name) for name in _MEASURED)]
+    # Without answers to choose from there is no share of right ones.
+    measured = [name for name in _MEASURED if name != "answered" or entry.get(name, 0.0) is not None]
+    numbers = [*divergences, *(entry.get(name) for name in measured)]
     if not all(type(number) in (int, float) for number in numbers):
         return False
-    finite = [*divergences, *(entry[name] for name in _MEASURED if name not in _OF_FACTS)]
+    finite = [*divergences, *(entry[name] for name in measured if name not in _OF_FACTS)]
     return all(map(isfinite, finite)) and entry["bytes_per_token"] > 0
