@@ -49,7 +49,7 @@ def test_file_names_with_brackets_are_shown_as_they_are(tmp_path: Path, capsys: 
 def test_rows_of_formats_and_models(capsys: pytest.CaptureFixture[str]) -> None:
     main(["formats", "--json"])
     rows = {row["name"]: row["bytes_per_32"] for row in json.loads(capsys.readouterr().out)["rows"]}
-    assert rows == {"f32": 128, "f16": 64, "bf16": 64, "fp8": 32, "int8": 34, "int4": 18, "int4a": 20}
+    assert rows == {"f32": 128, "f16": 64, "bf16": 64, "fp8": 32, "int8": 34, "int4": 18, "int4a": 20, "int4c": 20}
     main(["models", "--json"])
     names = [row["name"] for row in json.loads(capsys.readouterr().out)["rows"]]
     assert {"smollm2-135m", "gemma-3-270m", "llama-3-8b"} <= set(names)

@@ -215,6 +215,32 @@ def test_fp8_saturates() -> None:
     assert coding.rounded(x).tolist() == [[448.0, 448.0, -448.0, 448.0, 0.0, -448.0, 2.0**-9, 0.0]]
 
 
+def test_keys_by_channel(generator: torch.Generator) -> None:
+    """Byte by byte: codes as of int4a, then scales and minima of each channel of 32 tokens."""
+    tokens, dim = 64, 64
+    x = torch.randn(tokens, dim, generator=generator)
+    x[:, 7] = x[:, 7] * 0.1 + 25
+    x[:, 40], x[32:, 41] = 0, -3.5
+    packed = Coding("int4c", side="key", dim=dim, tokens=tokens).pack(x[None])[0].numpy()
+    assert packed.size == tokens * CODECS["int4a"].vector_bytes(dim)
+    expected = np.zeros(packed.size, np.uint8)
+    for run in range(tokens // 32):
+        for channel in range(dim):
+            group = [np.float32(v) for v in x[run * 32 : run * 32 + 32, channel]]
+            codes, numbers = coded("int4a", group)
+            for token, code in enumerate(codes):
+                at = (run * 32 + token) * dim // 2 + channel // 32 * 16 + channel % 16
+                expected[at] |= code << (4 if channel % 32 >= 16 else 0)
+            for place, number in enumerate(numbers):
+                at = tokens * dim // 2 + 2 * ((2 * run + place) * dim + channel)
+                expected[at : at + 2] = np.frombuffer(struct.pack("<e", float(number)), np.uint8)
+    assert np.array_equal(packed, expected)
+    with pytest.raises(InputError, match="int4c stores runs of 32 tokens; blocks of 16 are not a multiple"):
+        Coding("int4c", side="key", dim=dim, tokens=16)
+    with pytest.raises(InputError, match="value: 'int4c' is not stored"):
+        Coding("int4c", side="value", dim=dim, tokens=32)
+
+
 def test_a_width_must_be_whole_groups() -> None:
     for codec in GROUPED:
         with pytest.raises(InputError, match="multiple: choose a codec without groups") as caught:

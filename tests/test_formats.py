@@ -380,7 +380,7 @@ def test_formats_are_listed_with_what_was_measured(
     rows = {row["name"]: row for row in answer["rows"]}
     assert (rows["int8"]["kl"], rows["int8"]["kl_rotated"], rows["int4"]["kl"]) == (0.00123, 0.00045, None)
     assert {name: row["bits_per_element"] for name, row in rows.items()} == {
-        "f32": 32, "f16": 16, "bf16": 16, "fp8": 8, "int8": 8.5, "int4": 4.5, "int4a": 5,
+        "f32": 32, "f16": 16, "bf16": 16, "fp8": 8, "int8": 8.5, "int4": 4.5, "int4a": 5, "int4c": 5,
     }  # fmt: skip
     assert main(["formats"]) == 0
     out = capsys.readouterr().out

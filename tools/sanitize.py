@@ -30,13 +30,14 @@ TESTS = (
     "tests/test_cpu_formats.py",
     "tests/test_portable_kernels.py",
     "tests/test_chain.py",
+    "tests/test_sealing.py",
 )
 # Real models take minutes, and add nothing to what the kernels are given.
 LEFT_OUT = "not real_models and not stored_weights"
 # Every kernel, on every codec.
 QUICK = (
     "bytes_are or many_queries or sinks or every_codec or edges or never_written or rotation or residuals or gates "
-    "or many_rows or products and 160-576 or same_to_the_bit and llama or cut_among"
+    "or many_rows or products and 160-576 or same_to_the_bit and llama or cut_among or by_channel and not have"
 )
 
 
@@ -183,9 +184,10 @@ def calls_of(kernels: Any) -> set[str]:
 
 def kernels_here(kernels: Any) -> set[str]:
     """Those that this machine has, as :func:`calls_of` names them."""
-    from kvist.kernels.cpu import CODECS
+    from kvist.kernels.cpu import CODECS, KEY_CODECS
 
-    stored = [f"on {side} {codec}" for side in ("keys", "values") for codec in CODECS.values()]
+    sides = (("keys", KEY_CODECS), ("values", CODECS))
+    stored = [f"on {side} {codec}" for side, codecs in sides for codec in codecs.values()]
     found = {f"attend_anywhere {build} {what}" for build in kernels.portable_builds() for what in stored}
     if kernels.has_avx512():
         found |= {"rotate", "add_norm", "chain"}

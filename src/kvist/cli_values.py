@@ -54,6 +54,14 @@ def codec(text: str) -> str:
 
 
 @_typed
+def key_codec(text: str) -> str:
+    """The name of a codec of keys."""
+    from kvist.spec.formats import key_codec_named
+
+    return key_codec_named(text).name
+
+
+@_typed
 def state_codec(text: str) -> str:
     """The name of a codec for recurrent states."""
     from kvist.spec.formats import state_codec_named

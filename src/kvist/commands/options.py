@@ -24,7 +24,11 @@ def add_format(command: argparse.ArgumentParser, *, default: str | None, layers:
     """Add how keys, values and states are stored; without ``layers`` what can be said of models of any length."""
     shown = f" ({default})" if default else ""
     command.add_argument(
-        "--key", type=values.codec, default=default, metavar="CODEC", help=f"how keys are stored{shown}: kvist formats"
+        "--key",
+        type=values.key_codec,
+        default=default,
+        metavar="CODEC",
+        help=f"how keys are stored{shown}: kvist formats",
     )
     command.add_argument(
         "--value", type=values.codec, default=default, metavar="CODEC", help=f"how values are stored{shown}"

@@ -29,7 +29,7 @@ from kvist.model.mixers.latent import LatentAttention
 from kvist.model.mixers.places import Observer, Plan
 from kvist.model.weights import dtype_named
 from kvist.scheduler import Batch, Chunk
-from kvist.spec.formats import CODECS
+from kvist.spec.formats import CODECS, KEY_CODECS
 from kvist.spec.layers import Latent, State
 from kvist.spec.model import ModelSpec
 from kvist.store.codecs import PLAIN
@@ -84,7 +84,7 @@ class Runner:
         codecs = {codec for group in groups for codec in _codecs(group)}
         # Groups whose memory may have held bytes of another meaning: another codec's, or codes where scales are now.
         # Within one group every byte of a block keeps its meaning.
-        mixed = len(groups) > 1 and (len(codecs) > 1 or any(CODECS[codec].group > 1 for codec in codecs))
+        mixed = len(groups) > 1 and (len(codecs) > 1 or any((CODECS | KEY_CODECS)[codec].group > 1 for codec in codecs))
         self.unclean = [n for n, group in enumerate(groups) if mixed and group.fixed_blocks is None]
 
     def run(self, batch: Batch) -> Tensor:

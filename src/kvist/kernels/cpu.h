@@ -13,7 +13,9 @@ namespace kvist {
 using bf16 = std::uint16_t;
 
 // How a key or a value is stored; store/codecs.py draws them.
-enum class Codec : int { kBfloat16, kFloat16, kFloat32, kFp8, kInt8, kInt4, kInt4Affine };
+enum class Codec : int { kBfloat16, kFloat16, kFloat32, kFp8, kInt8, kInt4, kInt4Affine, kInt4Channels };
+
+constexpr int kChannelRun = 32;  // tokens of which each channel has a scale under the last of them, which is of keys alone
 
 inline bool has_scales(Codec codec) { return codec >= Codec::kInt8; }
 

@@ -33,6 +33,7 @@ _CHOICES = ("auto", "amx", "avx512", "portable", "torch")
 _MOST_DIM = 256
 _MOST_REPEATS = 256
 CODECS = {name: number for number, name in enumerate(("bf16", "f16", "f32", "fp8", "int8", "int4", "int4a"))}
+KEY_CODECS = CODECS | {"int4c": len(CODECS)}
 """The codecs that are read, by their numbers in cpu.h."""
 
 
@@ -235,7 +236,7 @@ class PagedAttention:
             layer_bytes=store.kv_heads * (key_run_bytes + value_run_bytes),
             key_run_bytes=key_run_bytes,
             value_run_bytes=value_run_bytes,
-            key=CODECS[group.format.key],
+            key=KEY_CODECS[group.format.key],
             value=CODECS[group.format.value],
             block_tokens=group.block_tokens,
             kv_heads=store.kv_heads,
@@ -251,7 +252,8 @@ class PagedAttention:
         """
         return (
             dtype == torch.bfloat16
-            and {store.group.format.key, store.group.format.value} <= CODECS.keys()
+            and store.group.format.key in KEY_CODECS
+            and store.group.format.value in CODECS
             and store.block_tokens % 16 == 0
             and store.dim % 32 == 0
             and store.dim <= _MOST_DIM

@@ -2,6 +2,7 @@
 // inside a file's target region. store/codecs.py draws the layouts and is the oracle:
 //
 //     keys                 rows of tokens; under codecs with scales the codes of all of a block's tokens, then the scales
+//     … of channels        likewise, the scales and then the minima of a run of 32 tokens, one a dim
 //     values without scale likewise
 //     values with scales   codes of one dim of all tokens, then the next dim's; scales likewise, one of 32 dims
 //
@@ -124,6 +125,21 @@ inline void unpack_rows(Codec codec, const char* run, int tokens, int slot, int 
                         row + g * kGroup,
                         _mm512_fmadd_ps(scale, _mm512_permutexvar_ps(both, plain_codes), least),
                         _mm512_fmadd_ps(scale, _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), plain_codes), least));
+                }
+                break;
+            }
+            case Codec::kInt4Channels: {
+                const char* from = run + token * dim / 2;
+                const char* shared = run + static_cast<std::int64_t>(tokens) * dim / 2 + token / kChannelRun * dim * 4;
+                const auto* scales = reinterpret_cast<const std::uint16_t*>(shared);
+                for (int d = 0; d < dim; d += kGroup, from += kLanes) {
+                    const __m512i both = bytes(from);
+                    const __m512 low = _mm512_permutexvar_ps(both, plain_codes);
+                    const __m512 high = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), plain_codes);
+                    store_pair(row + d,
+                               _mm512_fmadd_ps(of_halves(scales + d, 0xffff), low, of_halves(scales + dim + d, 0xffff)),
+                               _mm512_fmadd_ps(of_halves(scales + d + kLanes, 0xffff), high,
+                                               of_halves(scales + dim + d + kLanes, 0xffff)));
                 }
                 break;
             }
@@ -310,6 +326,54 @@ inline void pack_row(Codec codec, char* run, int tokens, int slot, int dim, cons
                 codes[g * kLanes + i] = static_cast<char>(packed.codes[i] | packed.codes[i + kLanes] << 4);
         std::memcpy(scales + g * scale_bytes, &packed.scale, 2);
         if (affine) std::memcpy(scales + g * scale_bytes + 2, &packed.least, 2);
+    }
+}
+
+// Sixteen dims of a run of tokens under scales of channels: what they share, and each token's codes.
+inline void pack_channels(const bf16* const* rows, int dim, std::uint16_t* scales, std::uint16_t* minima,
+                          std::uint8_t (*codes)[kLanes]) {
+    __m512 least = load(rows[0] + dim), most = least;
+    __mmask16 none = _mm512_cmp_ps_mask(least, least, _CMP_UNORD_Q);
+    for (int t = 1; t < kChannelRun; ++t) {
+        const __m512 x = load(rows[t] + dim);
+        none |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+        least = _mm512_min_ps(least, x);
+        most = _mm512_max_ps(most, x);
+    }
+    const __m512 largest = _mm512_set1_ps(65504), smallest = _mm512_set1_ps(-65504);
+    const auto halves = [&](__m512 x) {
+        return _mm512_cvtps_ph(_mm512_min_ps(_mm512_max_ps(x, smallest), largest), _MM_FROUND_TO_NEAREST_INT);
+    };
+    __m256i scale = halves(_mm512_div_ps(_mm512_sub_ps(most, least), _mm512_set1_ps(15)));
+    // One that is no number leaves none of its channel.
+    scale = _mm256_mask_mov_epi16(scale, none, _mm256_set1_epi16(0x7e00));
+    // A zero has no sign.
+    __m256i minimum = halves(least);
+    const __mmask16 zero = _mm256_cmpeq_epi16_mask(minimum, _mm256_set1_epi16(static_cast<short>(0x8000)));
+    minimum = _mm256_maskz_mov_epi16(static_cast<__mmask16>(~(none | zero)), minimum);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(scales + dim), scale);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(minima + dim), minimum);
+    const __m512 by = _mm512_cvtph_ps(scale), from = _mm512_cvtph_ps(minimum);
+    const __mmask16 coded = static_cast<__mmask16>(_mm512_cmp_ps_mask(by, _mm512_setzero_ps(), _CMP_NEQ_OQ) & ~none);
+    for (int t = 0; t < kChannelRun; ++t) {
+        const __m512 exact = _mm512_maskz_div_ps(coded, _mm512_sub_ps(load(rows[t] + dim), from), by);
+        const __m512 bounded = _mm512_min_ps(_mm512_max_ps(exact, _mm512_setzero_ps()), _mm512_set1_ps(15));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(codes[t]), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(bounded)));
+    }
+}
+
+// A run of tokens' keys under scales of channels, from `slot` on.
+inline void pack_run(char* run, int tokens, int slot, int dim, const bf16* const* rows) {
+    char* shared = run + static_cast<std::int64_t>(tokens) * dim / 2 + static_cast<std::int64_t>(slot) / kChannelRun * dim * 4;
+    auto* scales = reinterpret_cast<std::uint16_t*>(shared);
+    for (int d = 0; d < dim; d += kGroup) {
+        std::uint8_t low[kChannelRun][kLanes], high[kChannelRun][kLanes];
+        pack_channels(rows, d, scales, scales + dim, low);
+        pack_channels(rows, d + kLanes, scales, scales + dim, high);
+        for (int t = 0; t < kChannelRun; ++t)
+            for (int i = 0; i < kLanes; ++i)
+                run[(static_cast<std::int64_t>(slot + t) * dim + d) / 2 + i] =
+                    static_cast<char>(low[t][i] | high[t][i] << 4);
     }
 }
 

@@ -32,7 +32,8 @@ inline void join(const __m512 four[4], __m512 to[4]) {
 class FewScores {
   public:
     FewScores(const Geometry& shape, const Blocks& blocks, int head, int heads, FewScratch& scratch)
-        : shape_(shape), blocks_(blocks), head_(head), heads_(heads), bytes_(has_scales(shape.key)),
+        : shape_(shape), blocks_(blocks), head_(head), heads_(heads),
+          bytes_(has_scales(shape.key) && shape.key != Codec::kInt4Channels),
           affine_(shape.key == Codec::kInt4Affine), bytewise_(shape.key == Codec::kInt8), groups_(shape.dim / kGroup),
           slices_((shape.dim + kSlice - 1) / kSlice), row_bytes_(bytewise_ ? shape.dim : shape.dim / 2),
           fetch_(shape), s_(scratch) {}

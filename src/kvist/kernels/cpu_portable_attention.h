@@ -302,8 +302,26 @@ static void append(const Plan& plan, const Call& call, std::int64_t row) {
     }
 }
 
+// Seals one head's keys of the run of tokens that begins with `first` of the plan's, which follow each other.
+static void seal_channels(const Plan& plan, const Call& call, std::int64_t first, int head) {
+    const Segment& open = plan.segments[plan.open];
+    const Segment& body = plan.segments.front();
+    const Geometry& shape = body.geometry;
+    static_assert(kChannelRun == kGroup, "a channel's numbers are packed like those of a group");
+    float x[kChannelRun * kMaxDim];
+    for (int t = 0; t < kChannelRun; ++t) {
+        const Sealed& token = plan.sealed[first + t];
+        const char* from = open.layer(call.slot) + token.from + open.geometry.key_run(head);
+        load_row(call.type, from, static_cast<std::int64_t>(token.from_slot) * shape.dim, shape.dim, x + t * shape.dim);
+    }
+    const Sealed& token = plan.sealed[first];
+    char* to = body.layer(call.slot) + token.to + shape.key_run(head);
+    write_run({shape.key, shape.block_tokens, shape.dim}, to, token.to_slot, x);
+}
+
 // Moves a token from the open segment, which holds numbers of the call's type, to the first.
-static void seal(const Plan& plan, const Call& call, const Sealed& token) {
+static void seal(const Plan& plan, const Call& call, std::int64_t index) {
+    const Sealed& token = plan.sealed[index];
     const Segment& open = plan.segments[plan.open];
     const Segment& body = plan.segments.front();
     const Geometry& shape = body.geometry;
@@ -311,7 +329,10 @@ static void seal(const Plan& plan, const Call& call, const Sealed& token) {
     char* to = body.layer(call.slot) + token.to;
     const std::int64_t at = static_cast<std::int64_t>(token.from_slot) * shape.dim;
     for (int head = 0; head < shape.kv_heads; ++head) {
-        write_key(shape, call.type, from + open.geometry.key_run(head), at, to, token.to_slot, head);
+        if (shape.key != Codec::kInt4Channels)
+            write_key(shape, call.type, from + open.geometry.key_run(head), at, to, token.to_slot, head);
+        else if (token.to_slot % kChannelRun == 0)
+            seal_channels(plan, call, index, head);
         write_value(shape, call.type, from + open.geometry.value_run(head), at, to, token.to_slot, head);
     }
 }
@@ -320,7 +341,7 @@ void attend(Plan& plan, const Team& team, const Call& call) {
     team.share(static_cast<std::int64_t>(plan.append.size()), 16,
                [&](std::int64_t row) { append(plan, call, row); });
     team.share(static_cast<std::int64_t>(plan.sealed.size()), 16,
-               [&](std::int64_t index) { seal(plan, call, plan.sealed[index]); });
+               [&](std::int64_t index) { seal(plan, call, index); });
     const auto jobs = static_cast<std::int64_t>(plan.tasks.size());
     std::atomic<std::int64_t> next{0};
     team.run([&] {

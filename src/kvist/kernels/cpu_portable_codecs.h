@@ -43,6 +43,19 @@ static void read_rows(const Side& shape, const char* run, int slot, int count, f
                 }
                 break;
             }
+            case Codec::kInt4Channels: {
+                const char* scales = run + shape.code_bytes() + (slot + t) / kChannelRun * static_cast<std::int64_t>(dim) * 4;
+                for (int d = 0; d < dim; d += kGroup) {
+                    const char* from = run + (first + d) / 2;
+                    for (int i = 0; i < kGroup / 2; i += kLanes) {
+                        const Bits both = load_codes(from + i);
+                        const char *low = scales + 2 * (d + i), *high = low + kGroup;
+                        store(to + d + i, numbers(both & 15) * load_f16(low) + load_f16(low + 2 * dim));
+                        store(to + d + kGroup / 2 + i, numbers(both >> 4) * load_f16(high) + load_f16(high + 2 * dim));
+                    }
+                }
+                break;
+            }
             default: {
                 const int pair = shape.affine() ? 4 : 2;
                 const char* scales = run + shape.code_bytes() + first / kGroup * pair;
@@ -198,6 +211,29 @@ static void write_row(const Side& shape, char* run, int slot, const float* x) {
         }
         std::memcpy(scales, &packed.scale, 2);
         if (shape.affine()) std::memcpy(scales + 2, &packed.least, 2);
+    }
+}
+
+// A run of tokens' keys under scales of channels, from `slot` on: x [32, dim].
+static void write_run(const Side& shape, char* run, int slot, const float* x) {
+    const std::int64_t dim = shape.dim;
+    char* scales = run + shape.code_bytes() + slot / kChannelRun * dim * 4;
+    for (std::int64_t d = 0; d < dim; ++d) {
+        float channel[kChannelRun];
+        for (int t = 0; t < kChannelRun; ++t) channel[t] = x[t * dim + d];
+        Packed packed;
+        pack(Codec::kInt4Affine, channel, packed);
+        // A zero has no sign.
+        if (packed.least == 0x8000) packed.least = 0;
+        std::memcpy(scales + 2 * d, &packed.scale, 2);
+        std::memcpy(scales + 2 * (dim + d), &packed.least, 2);
+        const std::int64_t in_group = d % kGroup;
+        const bool high = in_group >= kGroup / 2;
+        for (int t = 0; t < kChannelRun; ++t) {
+            char& both = run[(static_cast<std::int64_t>(slot + t) * dim + d - in_group) / 2 + in_group % (kGroup / 2)];
+            // The lower half of a byte comes first.
+            both = static_cast<char>(high ? both | packed.codes[t] << 4 : packed.codes[t]);
+        }
     }
 }
 

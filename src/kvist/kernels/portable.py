@@ -8,7 +8,7 @@ architecture have, and on x86 for AVX2 and AVX-512 besides.
 import torch
 from torch import Tensor
 
-from kvist.kernels.cpu import CODECS, PagedAttention, PagedPlan
+from kvist.kernels.cpu import CODECS, KEY_CODECS, PagedAttention, PagedPlan
 from kvist.store.layouts import PagedKV
 
 # cpu_portable.h: kMaxDim and Type.
@@ -27,7 +27,8 @@ class PortableAttention(PagedAttention):
         """Whether the kernels compute so: blocks of whole vectors of 16 tokens, heads of whole vectors."""
         return (
             dtype in _TYPES
-            and {store.group.format.key, store.group.format.value} <= CODECS.keys()
+            and store.group.format.key in KEY_CODECS
+            and store.group.format.value in CODECS
             and store.block_tokens % 16 == 0
             and store.dim % 16 == 0
             and store.dim <= _MOST_DIM

@@ -103,6 +103,9 @@ def decoded(run: npt.NDArray[np.uint8], codec: str, side: int, tokens: int, dim:
         codes = np.where(high, run[byte] >> 4, run[byte] & 15).astype(np.float64)
         codes_bytes = tokens * dim // 2
     floats = run[codes_bytes:].view(np.float16).astype(np.float64)
+    if codec == "int4c":
+        shared = t // 32 * 2 * dim
+        return np.asarray(floats[shared + dim + i] + floats[shared + i] * codes)
     if codec != "int4a":
         scales = floats[t * groups + group if side == 0 else group * tokens + t]
         return np.asarray(scales * (codes if codec == "int8" else codes - 8))

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvist.report.tables import Column, print_facts, print_table
 from kvist.spec.fidelity import Fidelity, measured
-from kvist.spec.formats import CODECS, CacheFormat, Codec
+from kvist.spec.formats import CODECS, KEY_CODECS, CacheFormat, Codec
 from kvist.units import counted
 
 _UNIT = 32
@@ -19,7 +19,11 @@ def format_rows() -> list[dict[str, Any]]:
 
     ``kl`` and ``kl_rotated`` are SmolLM2-135M's with keys and values both stored in it; None where not measured.
     """
-    found = {(entry.key, entry.value, entry.rotate): entry.kl for entry in measured() if entry.model == _MODEL}
+    found = {
+        (entry.key, entry.value, entry.rotate): entry.kl
+        for entry in measured()
+        if entry.model == _MODEL and not entry.tail
+    }
     return [
         {
             "name": codec.name,
@@ -31,10 +35,11 @@ def format_rows() -> list[dict[str, Any]]:
             "stores": codec.stores,
             "affine": codec.affine,
             "rotatable": codec.rotatable,
+            "keys_only": codec.name in KEY_CODECS,
             "kl": found.get((codec.name, codec.name, False)),
             "kl_rotated": found.get((codec.name, codec.name, True)),
         }
-        for codec in CODECS.values()
+        for codec in (CODECS | KEY_CODECS).values()
     ]
 
 
@@ -61,13 +66,15 @@ def print_formats() -> int:
                 _stores(codec),
                 "yes" if codec.rotatable else "",
             )
-            for codec in CODECS.values()
+            for codec in (CODECS | KEY_CODECS).values()
         ],
     )
     print_facts(
         [
             ("bytes/32", "of 32 elements, scales included; bits: of an element, likewise"),
             ("turned", "with --rotate: by a Hadamard matrix over each head, which spreads outliers"),
+            ("int4c", "is sealed 32 tokens at a time, as computed until then: --tail"),
+            ("+32", "a tail of 32 tokens as computed"),
             ("latents", "in the key codec; in fp8 their rotary elements are in bf16"),
         ]
     )
@@ -77,18 +84,18 @@ def print_formats() -> int:
 
 
 def _stores(codec: Codec) -> str:
-    return f"{codec.stores} of {codec.group}" if codec.scale_bytes else codec.stores
+    return f"{codec.stores} of {codec.group}" if codec.scale_bytes and codec.run == 1 else codec.stores
 
 
 def _print_measured(model: str, found: Sequence[Fidelity]) -> None:
     """A line a pair of codecs, the largest first, with and without rotation."""
-    by_format = {(entry.key, entry.value, entry.rotate): entry for entry in found}
-    pairs = list(dict.fromkeys((entry.key, entry.value) for entry in found))
-    pairs.sort(key=lambda pair: -_pair_bytes(*pair))
+    by_format = {(entry.key, entry.value, entry.tail, entry.rotate): entry for entry in found}
+    kinds = list(dict.fromkeys((entry.key, entry.value, entry.tail) for entry in found))
+    kinds.sort(key=lambda kind: -_pair_bytes(*kind[:2]))
     tokens = " and ".join(counted(count, "token") for count in sorted({entry.tokens for entry in found}))
 
-    def cells(pair: tuple[str, str], rotate: bool) -> tuple[str, str, str]:
-        entry = by_format.get((*pair, rotate))
+    def cells(kind: tuple[str, str, int], rotate: bool) -> tuple[str, str, str]:
+        entry = by_format.get((*kind, rotate))
         if entry is None:
             return "", "", ""
         ratio = f"{(entry.perplexity_ratio - 1) * 100:+.2f} %"
@@ -99,12 +106,20 @@ def _print_measured(model: str, found: Sequence[Fidelity]) -> None:
             Column(title="keys/values", whole=True),
             Column(title="bytes", number=True),
             Column(title="KL", number=True),
-            Column(title="perplexity", number=True),
+            Column(title="ppl", number=True),
             Column(title="top-1", number=True),
             Column(title="KL turned", number=True),
-            Column(title="perplexity", number=True),
+            Column(title="ppl", number=True),
         ),
-        [("/".join(pair), str(_pair_bytes(*pair)), *cells(pair, False), *cells(pair, True)[:2]) for pair in pairs],
+        [
+            (
+                "/".join(kind[:2]) + (f"+{kind[2]}" if kind[2] else ""),
+                str(_pair_bytes(*kind[:2])),
+                *cells(kind, False),
+                *cells(kind, True)[:2],
+            )
+            for kind in kinds
+        ],
         title=f"Measured: {model}, {tokens}, against an unquantised cache",
     )
 

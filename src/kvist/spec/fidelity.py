@@ -25,7 +25,7 @@ class Fidelity:
 
     Attributes:
         model: its name.
-        key, value, rotate: the format, as in :class:`~kvist.spec.formats.CacheFormat`.
+        key, value, rotate, tail: the format, as in :class:`~kvist.spec.formats.CacheFormat`.
         kl: Kullback-Leibler divergence of the distributions from those with an unquantised cache, mean over the
             tokens, in nats.
         top1_agreement: share of the tokens at which both find the same likeliest.
@@ -41,11 +41,12 @@ class Fidelity:
     top1_agreement: float
     perplexity_ratio: float
     tokens: int
+    tail: int = 0
 
     @property
     def format(self) -> CacheFormat:
         """The format."""
-        return CacheFormat(key=self.key, value=self.value, rotate=self.rotate)
+        return CacheFormat(key=self.key, value=self.value, rotate=self.rotate, tail=self.tail)
 
 
 @cache
@@ -74,9 +75,13 @@ def _entry(path: Path, number: int, content: Any) -> Fidelity:
         raise BadFile(f"{path}: entry {number}: an object is expected")
     types = {field.name: field.type for field in fields(Fidelity)}
     for name in content.keys() ^ types.keys():
+        if name == "tail":
+            continue
         what = "is no field" if name in content else "is missing"
         raise BadFile(f"{path}: entry {number}: {name} {what}; the fields are {', '.join(types)}")
     for name, kind in types.items():
+        if name not in content:
+            continue
         expected = _TYPES[kind if isinstance(kind, str) else kind.__name__]
         if not isinstance(content[name], expected) or (isinstance(content[name], bool) and bool not in expected):
             raise BadFile(f"{path}: entry {number}: {name}: {content[name]!r} is of another type")

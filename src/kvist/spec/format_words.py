@@ -8,7 +8,7 @@
 from collections.abc import Iterable
 
 from kvist.errors import InputError
-from kvist.spec.formats import CacheFormat, codec_named, keep_codec_named
+from kvist.spec.formats import CacheFormat, codec_named, keep_codec_named, key_codec_named
 
 _MOST_LAYERS = 10**6
 
@@ -20,7 +20,7 @@ def pair(text: str, *, key: str = "format") -> tuple[str, str]:
         InputError: one of them is no codec.
     """
     first, sign, second = text.partition("/")
-    return codec_named(first, key=key).name, codec_named(second if sign else first, key=key).name
+    return key_codec_named(first, key=key).name, codec_named(second if sign else first, key=key).name
 
 
 def layer_format(text: str) -> tuple[int, str]:

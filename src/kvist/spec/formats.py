@@ -41,6 +41,7 @@ class Codec:
         group: elements that share one scale; 1 where there is none.
         scale_bytes: bytes of that scale, and of the minimum beside it where the codec is affine.
         affine: whether a group has a minimum, from which its codes count.
+        run: tokens, stored together, whose elements of one channel share a scale; 1 where those are of one token.
         stores: what is kept of a group or an element, in a few words.
     """
 
@@ -49,12 +50,16 @@ class Codec:
     group: int = 1
     scale_bytes: int = 0
     affine: bool = False
+    run: int = 1
     stores: str = ""
 
     @property
     def rotatable(self) -> bool:
-        """Whether a rotation does it good: where outliers cost the others precision, in 8 bits and fewer."""
-        return self.bits <= 8
+        """Whether a rotation does it good: where outliers cost the others precision, in 8 bits and fewer.
+
+        Not where each channel has scales of its own, which a rotation would only mix.
+        """
+        return self.bits <= 8 and self.run == 1
 
     def vector_bytes(self, elements: int, *, key: str = "format") -> int:
         """Bytes of one vector of ``elements``; ``key`` is what an error is about.
@@ -84,6 +89,21 @@ CODECS = {
     )
 }
 
+KEY_CODECS = {
+    codec.name: codec
+    for codec in (
+        Codec(
+            name="int4c", bits=4, group=32, scale_bytes=4, affine=True, run=32,
+            stores="keys: as int4a, a channel of 32 tokens",
+        ),
+    )
+}  # fmt: skip
+"""Codecs of keys alone. Outliers of keys stay in their channels, so that these have scales of their own over a run of
+tokens, in the bytes of ``int4a`` (KIVI, arXiv:2402.02750, section 3.2)."""
+
+SINGLE = {"int4c": "int4a"}
+"""What tokens are stored in that come one by one, where no run is sealed: as many bytes."""
+
 STATE_CODECS = ("f32", "f16", "bf16")
 """What a recurrent state can be stored in: it is read and written whole at every token, and errors add up in it."""
 
@@ -99,12 +119,21 @@ MOST_TAIL = 1024
 
 
 def codec_named(name: str, *, key: str = "codec") -> Codec:
-    """Return the codec of this name.
+    """Return the codec of this name, for keys and values alike.
 
     Raises:
         InputError: there is none.
     """
     return _named(name, tuple(CODECS), "a codec", key)
+
+
+def key_codec_named(name: str, *, key: str = "key") -> Codec:
+    """Return the codec of this name, for keys.
+
+    Raises:
+        InputError: there is none.
+    """
+    return _named(name, (*CODECS, *KEY_CODECS), "a codec", key)
 
 
 def state_codec_named(name: str, *, key: str = "state") -> Codec:
@@ -128,7 +157,7 @@ def keep_codec_named(name: str, *, key: str = "keep") -> Codec:
 def _named(name: str, known: tuple[str, ...], what: str, key: str) -> Codec:
     if not isinstance(name, str) or name not in known:
         raise InputError(f"{key}: {name!r} is not {what}; choose one of {', '.join(known)}", key=key)
-    return CODECS[name]
+    return (CODECS | KEY_CODECS)[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +165,7 @@ class CacheFormat:
     """In what keys, values and states are stored.
 
     Attributes:
-        key: codec of the keys, and of latents.
+        key: codec of the keys, and of latents; one of :data:`KEY_CODECS` has a tail of a run where none is given.
         value: codec of the values.
         rotate: keys, queries and values are turned by a normalised Hadamard matrix over each head, which spreads
             outliers, before they are stored in a codec of 8 bits or fewer; others are stored as they are. Costs no
@@ -163,7 +192,7 @@ class CacheFormat:
     tail: int = 0
 
     def __post_init__(self) -> None:
-        codec_named(self.key, key="key")
+        run = key_codec_named(self.key).run
         codec_named(self.value, key="value")
         if self.keep is not None:
             keep_codec_named(self.keep)
@@ -182,6 +211,11 @@ class CacheFormat:
                 f"or 0 for no tail",
                 key="tail",
             )
+        if self.tail % run:
+            raise InputError(
+                f"tail: {self.tail}; keys in {self.key} are sealed in runs of {run}: give a multiple of {run}",
+                key="tail",
+            )
         own = dict(self.layers)
         for index, fmt in own.items():
             if type(index) is not int or index < 0:
@@ -193,7 +227,7 @@ class CacheFormat:
     @property
     def key_codec(self) -> Codec:
         """The codec of the keys."""
-        return CODECS[self.key]
+        return key_codec_named(self.key)
 
     @property
     def value_codec(self) -> Codec:
@@ -229,7 +263,10 @@ class CacheFormat:
     def plain(self) -> "CacheFormat":
         """What layers are stored in of which nothing else is said; no rotation or tail that would change nothing."""
         kept = self.keep or "bf16"
-        tail = self.tail if (self.key, self.value) != (kept, kept) else 0
+        run = self.key_codec.run
+        tail = self.tail or (run if run > 1 else 0)
+        if (self.key, self.value) == (kept, kept):
+            tail = 0
         bare = replace(self, keep_layers=0, keep=kept if tail else None, layers=(), tail=tail)
         return replace(bare, rotate=bare.rotates)
 
@@ -237,6 +274,11 @@ class CacheFormat:
     def of_sealed(self) -> "CacheFormat":
         """Of a plain format, what whole runs are stored in: all there is, where it has no tail."""
         return replace(self, tail=0, keep=None) if self.tail else self
+
+    @cached_property
+    def of_single(self) -> "CacheFormat":
+        """Of a plain format, what tokens are stored in that no run holds."""
+        return replace(self.of_sealed, key=SINGLE.get(self.key, self.key))
 
     @cached_property
     def of_tail(self) -> "CacheFormat":
@@ -278,7 +320,8 @@ class CacheFormat:
 
     def computed_in(self, codec: str) -> "CacheFormat":
         """The same format as an engine that computes in this type has it: kept layers and tails are as they come."""
-        return replace(self, keep=codec) if (self.keep_layers or self.tail) and self.keep is None else self
+        kept = self.keep_layers or self.tail or self.key_codec.run > 1
+        return replace(self, keep=codec) if kept and self.keep is None else self
 
     def require_layers(self, count: int, *, name: str = "the model") -> None:
         """Raise :class:`InputError` unless a model of ``count`` layers, called ``name``, can be stored so."""

@@ -70,7 +70,7 @@ class Layer:
 
     def pieces(self, fmt: CacheFormat) -> tuple[tuple["Layer", CacheFormat], ...]:
         """What a layer of :attr:`stored` stores in a plain format: pieces of one lifetime and one format each."""
-        return ((self.stored_in(fmt), fmt.of_sealed),)
+        return ((self.stored_in(fmt), fmt.of_single),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ class Attention(Layer):
         if not fmt.tail:
             return ((self, fmt),)
         if not self.endless:
-            return ((self, fmt.of_sealed),)
+            return ((self, fmt.of_single),)
         return ((replace(self, sealed=fmt.tail), fmt.of_sealed), (replace(self, tail=fmt.tail), fmt.of_tail))
 
     def token_bytes(self, fmt: CacheFormat) -> int:

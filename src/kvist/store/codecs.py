@@ -10,17 +10,20 @@ transposed, codes before scales::
     values  int8            codes [D][T]         scales [G][T]
             int4  int4a     codes [D/4][2][T]    scales [G][T], then minima [G][T]
                             byte (a, j, t): element 4a + j of token t in its low half, 4a + 2 + j in its high one
+    keys    int4c           codes [T][G][16]     scales, then minima, of a run of 32 tokens: [T/32][2][D]
     latents in fp8          [T] times rank elements in fp8, then rope_dim in bf16
 
 So a vector register of a row of keys covers one token's elements under one scale, one of a row of values 16 or more
 tokens of one element: codes go into products as the small integers that they are, a value's scale into its weight, and
-nothing is transposed or summed across. A byte belongs to one token, and a token is quantised when it is appended.
+nothing is transposed or summed across. A byte belongs to one token, and a token is quantised when it is appended; but
+for int4c, whose scales belong to a channel and a run of tokens, which is quantised when it is sealed.
 
 Codes are made in float32 of the numbers as the compute type has them; scales and minima are f16::
 
     int8    d = max |x| / 127                     x' = d c, c = x / d in -127 … 127
     int4    d = m / -8, m the x of largest |x|    x' = d c, c = x / d in -8 … 7, stored as c + 8    (ggml's q4_0)
     int4a   d = (max x - min x) / 15              x' = min + d c, c = (x - min) / d in 0 … 15       (ggml's q4_1)
+    int4c   the same, of one channel of 32 tokens                                       (KIVI, arXiv:2402.02750)
     fp8     e4m3fn without a scale, saturating at 448
 
 ``d`` and ``min`` are rounded first, and codes made with what they have become; codes and fp8 are rounded to the
@@ -56,6 +59,7 @@ class Piece:
         offset: bytes before the array.
         token_step: bytes from one token's row to the next.
         element_step: bytes from one element of a row to the next.
+        shared: tokens that have one row in common; ``token_step`` is from one of their rows to the next.
     """
 
     dtype: torch.dtype
@@ -63,13 +67,15 @@ class Piece:
     offset: int
     token_step: int
     element_step: int
+    shared: int = 1
 
     def rows(self, runs: Tensor, tokens: int) -> Tensor:
-        """The rows in uint8 ``[runs, run bytes]``, where they lie: ``[runs, tokens, elements]``."""
+        """The rows in uint8 ``[runs, run bytes]``, where they lie: ``[runs, tokens / shared, elements]``."""
         flat = runs.view(self.dtype)
         item = self.dtype.itemsize
         steps = (flat.stride(0), self.token_step // item, self.element_step // item)
-        return flat.as_strided((len(flat), tokens, self.elements), steps, flat.storage_offset() + self.offset // item)
+        size = (len(flat), tokens // self.shared, self.elements)
+        return flat.as_strided(size, steps, flat.storage_offset() + self.offset // item)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +101,15 @@ class Coding:
     Attributes:
         pieces: the arrays of a run, in their order.
         run_bytes: ``tokens x vector_bytes(dim)`` of the codec.
+        shared: tokens that have scales in common, and are coded together.
 
     Raises:
         InputError: there is no such codec, or the width is not a whole number of its groups.
     """
 
     def __init__(self, codec: str, *, side: Side, dim: int, tokens: int) -> None:
-        if codec not in _SCHEMES:
+        self.shared = _SHARED.get(codec, 1)
+        if codec not in _SCHEMES or (self.shared > 1 and side == "value"):
             raise InputError(f"{side}: {codec!r} is not stored; choose one of {', '.join(_SCHEMES)}", key=side)
         self.codec = codec
         self.side = side
@@ -125,14 +133,25 @@ class Coding:
             self._half = 16 if side == "key" else 2
             sizes = [(code, dim * bits // 8), (torch.float16, scales * (dim // GROUP))]
             transposed = side == "value"
+        if tokens % self.shared:
+            raise InputError(
+                f"{side}: {codec} stores runs of {self.shared} tokens; blocks of {tokens} are not a multiple: choose "
+                f"larger ones",
+                key="block_tokens",
+            )
         pieces, offset = [], 0
-        for dtype, elements in sizes:
-            item = dtype.itemsize
+        for number, (dtype, elements) in enumerate(sizes):
+            item, shared = dtype.itemsize, 1
+            if number and self.shared > 1:
+                elements, shared = 2 * dim, self.shared
             token_step, element_step = (item, tokens * item) if transposed else (elements * item, item)
             pieces.append(
-                Piece(dtype=dtype, elements=elements, offset=offset, token_step=token_step, element_step=element_step)
-            )
-            offset += tokens * elements * item
+                Piece(
+                    dtype=dtype, elements=elements, offset=offset, token_step=token_step, element_step=element_step,
+                    shared=shared,
+                )
+            )  # fmt: skip
+            offset += tokens // shared * elements * item
         self.pieces = tuple(pieces)
         self.run_bytes = offset
 
@@ -140,13 +159,13 @@ class Coding:
         """Code vectors.
 
         Args:
-            x: ``[…, dim]``, of any floating type.
+            x: ``[…, dim]``, of any floating type; of codecs that share scales ``[…, tokens, dim]``, whole runs.
 
         Returns:
-            A row ``[…, elements]`` of each piece, of its type.
+            A row ``[…, elements]`` of each piece, of its type; of those that tokens share one a run.
         """
         rows = self._scheme.encode(x, self._half)
-        if len(rows) == 2 and rows[1].dim() > x.dim():
+        if self.shared == 1 and len(rows) == 2 and rows[1].dim() > x.dim():
             # A scale and a minimum: pairs of a group among keys, all of one, then all of the other among values.
             rows = rows[0], (rows[1] if self.side == "key" else rows[1].transpose(-1, -2)).flatten(-2)
         return rows
@@ -258,6 +277,22 @@ def _decode_int4a(rows: tuple[Tensor, ...], half: int, out: Tensor) -> None:
     _cut(out, GROUP).copy_(torch.addcmul(minima, _halves(codes, half).float(), scales))
 
 
+def _encode_int4c(x: Tensor, half: int) -> tuple[Tensor, ...]:
+    runs: Tensor = x.float().unflatten(-2, (-1, _SHARED["int4c"]))  # type: ignore[no-untyped-call]
+    least, most = torch.aminmax(runs, dim=-2)
+    # Of zeros of both signs either may come out as the least: it is stored as that without a sign.
+    scales, minima = _f16((most - least) / 15), _f16(least) + 0
+    codes = ((runs - minima.float().unsqueeze(-2)) / _divisor(scales).transpose(-1, -2)).round_().clamp_(0, 15)
+    return _paired(_cut(codes.flatten(-3, -2), GROUP), half), torch.cat((scales, minima), dim=-1)
+
+
+def _decode_int4c(rows: tuple[Tensor, ...], half: int, out: Tensor) -> None:
+    codes, shared = rows
+    scales, minima = shared.float().unsqueeze(-2).chunk(2, dim=-1)
+    runs = _halves(codes, half).float().flatten(-2).unflatten(-2, (-1, _SHARED["int4c"]))  # type: ignore[no-untyped-call]
+    out.copy_(torch.addcmul(minima, runs, scales).flatten(-3, -2))
+
+
 def _encode_fp8(x: Tensor, half: int) -> tuple[Tensor, ...]:
     return (x.float().clamp(-_MOST_FP8, _MOST_FP8).to(torch.float8_e4m3fn).view(torch.uint8),)
 
@@ -308,7 +343,14 @@ PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 """Codecs that are a type of PyTorch's, which are computed with as they are stored where that is the compute type."""
 
 # Type of the codes, bits of one, and f16 numbers a group.
-_GROUPED = {"int8": (torch.int8, 8, 1), "int4": (torch.uint8, 4, 1), "int4a": (torch.uint8, 4, 2)}
+_GROUPED = {
+    "int8": (torch.int8, 8, 1),
+    "int4": (torch.uint8, 4, 1),
+    "int4a": (torch.uint8, 4, 2),
+    "int4c": (torch.uint8, 4, 2),
+}
+# Tokens that have scales in common.
+_SHARED = {"int4c": 32}
 
 _SCHEMES = {
     **{name: _plain(dtype) for name, dtype in PLAIN.items()},
@@ -316,7 +358,11 @@ _SCHEMES = {
     "int8": _Scheme(encode=_encode_int8, decode=_decode_int8),
     "int4": _Scheme(encode=_encode_int4, decode=_decode_int4),
     "int4a": _Scheme(encode=_encode_int4a, decode=_decode_int4a),
+    "int4c": _Scheme(encode=_encode_int4c, decode=_decode_int4c),
 }
 
-STORED = tuple(_SCHEMES)
-"""Names of the codecs that are stored."""
+STORED = tuple(name for name in _SCHEMES if name not in _SHARED)
+"""Names of the codecs that keys and values are stored in."""
+
+SEALED = tuple(_SHARED)
+"""Names of those that keys are stored in a run at a time."""

@@ -25,7 +25,7 @@ from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.errors import InputError
 from kvist.spec.layers import Latent
-from kvist.store.codecs import PLAIN, STORED, Coding, LatentCoding
+from kvist.store.codecs import PLAIN, SEALED, STORED, Coding, LatentCoding
 
 Index = npt.NDArray[np.int64]
 
@@ -98,16 +98,20 @@ class _Part:
         heads = np.arange(self.heads) * (self.run_units * self.unit)
         return [
             torch.from_numpy(
-                (units * (self.unit // step) + slots * (piece.token_step // step))[:, None] + heads // step
+                (units * (self.unit // step) + slots // piece.shared * (piece.token_step // step))[:, None]
+                + heads // step
             )
             for piece, step in zip(self.coding.pieces, self.steps, strict=True)
         ]
 
     def append(self, slot: int, vectors: Tensor, where: list[Tensor]) -> None:
-        """Store ``[tokens, heads, dim]`` at what :meth:`rows` gave."""
-        rows = self.coding.quantise(vectors)
-        for view, index, row in zip(self.piece_views[slot], where, rows, strict=True):
-            view.index_put_((index,), row)
+        """Store ``[tokens, heads, dim]`` at what :meth:`rows` gave; whole runs in turn, where these share scales."""
+        if self.coding.shared == 1:
+            rows = self.coding.quantise(vectors)
+        else:
+            rows = tuple(row.transpose(0, 1) for row in self.coding.quantise(vectors.transpose(0, 1)))
+        for view, index, row, piece in zip(self.piece_views[slot], where, rows, self.coding.pieces, strict=True):
+            view.index_put_((index[:: piece.shared],), row)
 
 
 def _rows(
@@ -339,8 +343,9 @@ def check_format(group: Group) -> None:
         return
     for side in ("key", "value"):
         codec = getattr(fmt, side)
-        if codec not in STORED:
-            raise InputError(f"{side}: the engine does not store {codec}; choose one of {', '.join(STORED)}", key=side)
+        known = (*STORED, *SEALED) if side == "key" and group.lifetime == "sealed" else STORED
+        if codec not in known:
+            raise InputError(f"{side}: the engine does not store {codec}; choose one of {', '.join(known)}", key=side)
     if group.chunk is not None and group.chunk % group.block_tokens:
         raise InputError(
             f"{group.name}: chunks of {group.chunk} tokens are not whole blocks of {group.block_tokens}; "
