@@ -85,6 +85,9 @@ class FormatSession(Session):
         served, sequence = self.served, chunk.request.sequence
         arena, end = served.runner.runner.arena, chunk.start + chunk.count  # type: ignore[attr-defined]
         for number, group in enumerate(served.groups):
+            if group.lifetime in ("sealed", "tail"):
+                # Whoever asks for these compares logits alone.
+                continue
             size = group.block_tokens
             first, last = stored.end // size, -(-end // size)
             table = sequence.tables[number][first:last].copy()

@@ -78,9 +78,7 @@ class Scene:
         else:
             made = PortableAttention if kind.startswith("portable") else PagedAttention
             assert all(made.suits(side, dtype, repeats) for side in sides)
-            self.memory = SealedAttention(
-                *(made(kernels_of(kind), side, scores, repeats) for side in sides), layers
-            )
+            self.memory = SealedAttention(*(made(kernels_of(kind), side, scores, repeats) for side in sides), layers)
         self.codings = [
             Coding(codec, side=side, dim=dim, tokens=groups[self.body].block_tokens)
             for side, codec in (("key", key), ("value", value))

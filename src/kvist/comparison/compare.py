@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +83,13 @@ class Comparison:
     def notes(self) -> list[str]:
         """What the rows say that is easily missed."""
         formats = {
-            (row.setting.format.key, row.setting.format.value, row.setting.format.rotates): row
+            (row.setting.format.key, replace(row.setting.format, key="int8").plain): row
             for row in self.rows
             if row.setting.format is not None and row.setting.pruning is None and row.setting.cartridge is None
         }
         notes = []
-        for (key, value, rotates), row in formats.items():
-            held = formats.get(("int8", value, rotates))
+        for (key, others), row in formats.items():
+            held = formats.get(("int8", others))
             if key in ("int4", "int4a") and held is not None and row.kl > BROKEN > 4 * held.kl:
                 notes.append(
                     f"{row.label}: keys in 4 bits break this model's answers (divergence {row.kl:.2f}), as keys with a "
