@@ -1,5 +1,7 @@
 """Layers that run as one call: bit for bit what they compute one operator at a time."""
 
+from types import SimpleNamespace
+
 import pytest
 import served_dense
 import torch
@@ -8,7 +10,8 @@ from served import Case
 
 from kvist.engine.engine import Engine
 from kvist.kernels.cpu import cpu
-from kvist.model.chain import MOST_ROWS, Chain
+from kvist.model.chain import MOST_ROWS, Chain, plain
+from kvist.model.norms import LayerNorm
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(cpu() is None, reason="no C++ kernels in bf16 on this machine")
@@ -17,6 +20,9 @@ WIDE = {"head_dim": 32, "num_attention_heads": 6, "num_key_value_heads": 2, "num
 CASES = {
     "llama": Case(model="LlamaForCausalLM", config=WIDE),
     "qwen2, biases": Case(model="Qwen2ForCausalLM", config=WIDE | {"head_dim": None, "hidden_size": 192}),
+    "llama, biases everywhere": Case(
+        model="LlamaForCausalLM", config=WIDE | {"attention_bias": True, "mlp_bias": True}
+    ),
     "qwen3, norms of heads": Case(model="Qwen3ForCausalLM", config=WIDE),
     "gemma3, norms behind, windows, two rotations": Case(
         model="Gemma3ForCausalLM",
@@ -75,17 +81,17 @@ def test_logits_are_the_same_to_the_bit(engine):
 
 
 def test_pruned_requests_are_seen_alike(engine):
-    """H2O looks at the queries of every step."""
+    """H2O looks at the queries of every step, of requests side by side."""
     chain = engine.runner.decoder.chain
-    prompt = [[5 + index % 80 for index in range(60)]]
+    prompts = [[5 + (index * factor) % 80 for index in range(60)] for factor in (1, 7)]
 
     def answer(used):
         kept, engine.runner.decoder.chain = engine.runner.decoder.chain, used
         try:
-            (found,) = engine.generate(prompt, max_tokens=70, temperature=0, ignore_eos=True, evict="h2o:24")
+            found = list(engine.generate(prompts, max_tokens=70, temperature=0, ignore_eos=True, evict="h2o:24"))
         finally:
             engine.runner.decoder.chain = kept
-        return found.tokens
+        return [answer.tokens for answer in found]
 
     if any(group.prunable for group in engine.groups):
         assert answer(chain) == answer(None)
@@ -95,3 +101,46 @@ def test_layers_of_other_kinds_are_left_to_operators(tmp_path):
     reading_model(tmp_path, served_dense.CASES["gpt2"])
     engine = Engine(tmp_path, dtype="bf16", memory="4MiB")
     assert Chain.of(cpu(), engine.runner.decoder.layers) is engine.runner.decoder.chain is None
+
+
+def test_layers_that_do_more_are_left_to_operators(engine, monkeypatch):
+    layer = engine.runner.decoder.layers[0]
+    assert plain(layer)
+    other = LayerNorm(torch.ones(192), None, 1e-5)
+    more = {
+        "scale": (layer, 0.5),
+        "parallel": (layer, True),
+        "before_mixer": (layer, other),
+        "before_mlp": (layer, None),
+        "after_mixer": (layer, other),
+        "after_mlp": (layer, other),
+        "whole_norms": (layer.mixer, (other, other)),
+        "temperature": (layer.mixer, 1.0),
+        "hadamard": (layer.mixer, torch.eye(32)),
+        "sinks": (layer.mixer, torch.zeros(3, 2)),
+        "rope": (layer.mixer, None),
+        "gates": (layer.mixer, 192),
+        "output": (layer.mixer, SimpleNamespace(matrix=None)),
+    }
+    for name, (owner, value) in more.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert not plain(layer), name
+
+
+def test_heads_that_are_turned_in_part_are_left_to_operators(tmp_path):
+    reading_model(tmp_path, served_dense.CASES["phi3-longrope"])
+    engine = Engine(tmp_path, dtype="bf16", memory="8MiB")
+    chain, asked = engine.runner.decoder.chain, []
+
+    class Watched(Chain):
+        def __init__(self):
+            self.__dict__ = chain.__dict__
+
+        def suits(self, stream, step):
+            asked.append(super().suits(stream, step))
+            return asked[-1]
+
+    engine.runner.decoder.chain = Watched()
+    list(engine.generate([[5, 6, 7]], max_tokens=4, temperature=0, ignore_eos=True))
+    assert asked == [False] * 4

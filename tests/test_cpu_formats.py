@@ -1,5 +1,6 @@
 """The C++ kernels on stored formats: the bytes of store/codecs.py, and attention in float64 over what they say."""
 
+import contextlib
 import mmap
 
 import numpy as np
@@ -33,6 +34,16 @@ def ordinary(what, count, heads, dim, generator):
     return torch.randn(count, heads, dim, generator=generator)
 
 
+@contextlib.contextmanager
+def forbidden(module, tensors):
+    """Parts of an arena that sanitized kernels must not touch."""
+    for tensor in tensors:
+        module.forbid(tensor.data_ptr(), tensor.nbytes)
+    yield
+    for tensor in tensors:
+        module.permit(tensor.data_ptr(), tensor.nbytes)
+
+
 class Memory:
     """One group of one layer in an arena whose every unwritten byte reads as no number.
 
@@ -61,15 +72,21 @@ class Memory:
             self.arena = torch.frombuffer(mmap.mmap(-1, slabs * apart, flags=flags), dtype=torch.uint8)
         ids = rng.permutation(slabs * 3)
         ends = np.cumsum(needed)
+        # Of no sequence.
+        self.others = ids[ends[-1] :]
         self.tables = [ids[end - count : end].astype(np.int64) for end, count in zip(ends, needed, strict=True)]
         self.past = [self._fill(table, start) for table, (start, _) in zip(self.tables, parts, strict=True)]
 
+    def block(self, block):
+        """Its bytes."""
+        begin = block // 3 * self.slab_bytes + block % 3 * self.layer_bytes
+        return self.arena[begin : begin + self.layer_bytes]
+
     def runs(self, block, side):
         """The heads' runs of one side of a block, ``[kv_heads, run bytes]``."""
-        begin = block // 3 * self.slab_bytes + block % 3 * self.layer_bytes
-        key, value = (self.kv_heads * coding.run_bytes for coding in self.coding)
-        begin, size = (begin, key) if side == 0 else (begin + key, value)
-        return self.arena[begin : begin + size].view(self.kv_heads, -1)
+        keys = self.kv_heads * self.coding[0].run_bytes
+        whole = self.block(block)
+        return (whole[:keys] if side == 0 else whole[keys:]).view(self.kv_heads, -1)
 
     def _fill(self, table, start):
         """Pack random vectors, and leave the rest of the last block as it was."""
@@ -115,8 +132,10 @@ class Memory:
         )  # fmt: skip
         kernels.follow_threads()
         none = np.array([], np.int64)
+        gone = [max(0, start - window + 1) // self.tokens if window else 0 for start, _ in self.parts]
+        tables = [np.r_[np.full(count, -1), table[count:]] for count, table in zip(gone, self.tables, strict=True)]
         segment = module.Segment(
-            geometry=geometry, arena=self.arena.data_ptr(), layers=[0], blocks=np.concatenate(self.tables),
+            geometry=geometry, arena=self.arena.data_ptr(), layers=[0], blocks=np.concatenate(tables),
             begin=np.cumsum([0, *[len(table) for table in self.tables[:-1]]]),
             count=np.array([count for _, count in self.parts]),
             seen=np.concatenate([np.arange(start, start + count) for start, count in self.parts]),
@@ -126,7 +145,9 @@ class Memory:
             sealed=none,
         )  # fmt: skip
         out = torch.full((len(q), q.shape[1], self.dim), float("nan"), dtype=BF16)
-        plan.attend(kernels.amx, 0, q.data_ptr(), q.stride(0), kv.data_ptr(), kv.stride(0), out.data_ptr())
+        untouched = [self.others, *(table[:count] for count, table in zip(gone, self.tables, strict=True))]
+        with forbidden(module, [self.block(block) for block in np.concatenate(untouched)] if module.sanitized else []):
+            plan.attend(kernels.amx, 0, q.data_ptr(), q.stride(0), kv.data_ptr(), kv.stride(0), out.data_ptr())
         return out
 
     def check(self, kernels, *, window=None, softcap=None):
@@ -244,6 +265,8 @@ def test_what_is_no_number_leaves_none(kernels, codec, where):
         for row in (0, 3, 8, *[4] * (where != "q")):
             assert out[row, :, 1, 3].isnan().all()
         assert out[[1, 5, 6, 7]].isfinite().all()
+    # And nothing of it stays in what threads work in.
+    Memory(codec, codec, kv_heads=2, repeats=8, dim=64, tokens=16, parts=[(20, 1), (17, 1)], seed=7).check(kernels)
 
 
 @pytest.mark.parametrize("pair", [("int4a", "int8"), ("fp8", "bf16")], ids="-".join)

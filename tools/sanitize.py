@@ -5,14 +5,16 @@
 The kernels are compiled anew into ``build/sanitize``. Where there is no compiler, or it has no sanitizers' libraries,
 nothing is run; that is said, and no failure.
 
-First the kernels are asked for accesses of every sort, two bytes behind the end of a tensor: plain vectors, AVX-512's,
-masked ones and the matrix unit's tiles. Each must be found. The compiler looks at the first two; of the others, which
-it does not see, the kernels tell the sanitizer themselves (cpu_sanitized.h). In the end each kernel that this machine
-has must have been called, on every codec and with weights of every width.
+First the kernels are asked for accesses of every sort, two bytes behind the end of a tensor, or of an array in a
+struct: plain vectors, AVX-512's, masked ones and the matrix unit's tiles. Each must be found. The compiler looks at the
+first two; of the others, which it does not see, the kernels tell the sanitizer themselves (cpu_sanitized.h), as of
+fences between the arrays that threads work in. In the end each kernel that this machine has must have been called, on
+every codec and with weights of every width.
 
-What is not seen: an access that leaves one array and lands in another of the same tensor or struct (of a block in the
-arena, say: the tests hold all of its bytes against an oracle instead), and what was never written (the tests fill it
-with what is no number).
+In the arena the tests forbid the blocks that are no sequence's, or fell out of its window. What is not seen: an access
+that leaves one array for another of the same tensor or block (the tests hold all bytes that are written against an
+oracle), or one row for the next of the same array; and what was never written (the tests fill it with what is no
+number).
 """
 
 import os
@@ -125,7 +127,7 @@ def faults_missed(kernels: Any) -> list[str]:
     """Accesses two bytes behind the end of a tensor that go through, each made in a process of its own."""
     import torch
 
-    names = ["touch_plainly"]
+    names = ["touch_plainly", "touch_fenced"]
     if kernels.has_avx512():
         names += ["touch_vectors", "touch_lanes"]
         if kernels.ask_for_amx():

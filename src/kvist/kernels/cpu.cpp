@@ -78,6 +78,9 @@ NB_MODULE(_cpu, m) {
     m.attr("sanitized") = kSanitized;
 #if KVIST_SANITIZED
     m.def("touch_plainly", [](std::uintptr_t address, bool writes) { touch_plainly(at<char>(address), writes); });
+    m.def("touch_fenced", [](std::uintptr_t address, bool writes) { touch_fenced(at<char>(address), writes); });
+    m.def("forbid", [](std::uintptr_t address, std::size_t bytes) { forbid(at<char>(address), bytes); });
+    m.def("permit", [](std::uintptr_t address, std::size_t bytes) { permit(at<char>(address), bytes); });
 #if defined(__x86_64__)
     m.def("touch_vectors", [](std::uintptr_t address, bool writes) { avx512::touch_vectors(at<char>(address), writes); });
     m.def("touch_lanes", [](std::uintptr_t address, bool writes) { avx512::touch_lanes(at<char>(address), writes); });

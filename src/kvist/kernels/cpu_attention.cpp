@@ -18,14 +18,7 @@
 #include <algorithm>
 #include <cstring>
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16"))), \
-                             apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")
-#endif
-#include <immintrin.h>
-
+#include "cpu_avx512_begin.h"
 #include "cpu_attention_few.h"
 #include "cpu_avx512.h"
 #include "cpu_blocks.h"
@@ -39,16 +32,17 @@ namespace {
 
 // What one thread works in.
 struct alignas(64) Scratch {
-    std::uint32_t q[kMaxTiles][kMaxDim / 2][kLanes];  // Q^T in pairs
-    float out[kMaxTiles][kMaxDim][kLanes];            // O^T
-    float max[kMaxTiles][kLanes];
-    float sum[kMaxTiles][kLanes];
-    std::int64_t seen[kMaxTiles][kLanes];  // the last key of each query; lanes without one have the last one's
-    float scores[2][kKeys][kLanes];
-    std::uint32_t weights[2][kKeys / 2][kLanes];  // P^T in pairs
-    std::uint16_t values[kMaxDim][kKeys];         // V^T
-    std::uint16_t keys[kKeys][kMaxDim];           // K, where it is unpacked: rows of `dim`
-    std::uint16_t rows[2][kLanes][kMaxDim];       // V of two groups of tokens, likewise
+    std::uint32_t q[kMaxTiles][kMaxDim / 2][kLanes]; KVIST_FENCE(q)  // Q^T in pairs
+    float out[kMaxTiles][kMaxDim][kLanes]; KVIST_FENCE(out)  // O^T
+    float max[kMaxTiles][kLanes]; KVIST_FENCE(max)
+    float sum[kMaxTiles][kLanes]; KVIST_FENCE(sum)
+    // The last key of each query; lanes without one have the last one's.
+    std::int64_t seen[kMaxTiles][kLanes]; KVIST_FENCE(seen)
+    float scores[2][kKeys][kLanes]; KVIST_FENCE(scores)
+    std::uint32_t weights[2][kKeys / 2][kLanes]; KVIST_FENCE(weights)  // P^T in pairs
+    std::uint16_t values[kMaxDim][kKeys]; KVIST_FENCE(values)  // V^T
+    std::uint16_t keys[kKeys][kMaxDim]; KVIST_FENCE(keys)  // K, where it is unpacked: rows of `dim`
+    std::uint16_t rows[2][kLanes][kMaxDim]; KVIST_FENCE(rows)  // V of two groups of tokens, likewise
 };
 
 class Job {
@@ -605,9 +599,7 @@ void attend(Plan& plan, const Team& team, bool amx, int slot, const bf16* q, std
 
 }  // namespace kvist::avx512
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+#include "cpu_avx512_end.h"
 
 #else
 

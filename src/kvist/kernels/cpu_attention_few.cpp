@@ -14,14 +14,7 @@
 #include <algorithm>
 #include <cstring>
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16"))), \
-                             apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")
-#endif
-#include <immintrin.h>
-
+#include "cpu_avx512_begin.h"
 #include "cpu_attention_few.h"
 #include "cpu_few_pass.h"
 #include "cpu_few_scores.h"
@@ -185,9 +178,7 @@ void attend_few(Plan& plan, const char* arena, const bf16* q, std::int64_t q_str
 
 }  // namespace kvist::avx512
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+#include "cpu_avx512_end.h"
 
 #else
 

@@ -8,14 +8,7 @@
 #include <cmath>
 #include <cstring>
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16"))), \
-                             apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")
-#endif
-#include <immintrin.h>
-
+#include "cpu_avx512_begin.h"
 #include "cpu_avx512.h"
 
 namespace kvist::avx512 {
@@ -92,9 +85,7 @@ void add_norm(const Team& team, bf16* stream, const bf16* change, const float* a
 
 }  // namespace kvist::avx512
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+#include "cpu_avx512_end.h"
 
 #else
 

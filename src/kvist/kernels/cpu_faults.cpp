@@ -26,18 +26,21 @@ void touch_plainly(char* p, bool writes) {
     }
 }
 
+void touch_fenced(char* p, bool writes) {
+    struct alignas(64) Arrays {
+        char one[kTouched];
+        KVIST_FENCE(one)
+        char other[kTouched];
+    };
+    static Arrays arrays;
+    touch_plainly(arrays.one + reinterpret_cast<std::uintptr_t>(p) % 64, writes);
+}
+
 }  // namespace kvist
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16"))), \
-                             apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")
-#endif
-#include <immintrin.h>
-
+#include "cpu_avx512_begin.h"
 #include "cpu_avx512.h"
 
 namespace kvist::avx512 {
@@ -73,8 +76,6 @@ void touch_tiles(char* p, bool writes) {
 
 }  // namespace kvist::avx512
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+#include "cpu_avx512_end.h"
 
 #endif

@@ -30,25 +30,25 @@ constexpr int kTiles = kMaxDim / kLanes;  // of outputs
 // nearest cache. What is there twice is used by turns: the matrix unit gets nothing that was only just written, which it
 // would wait for.
 struct alignas(64) FewScratch {
-    float scores[kLanes][kKeys];  // S; where values are bytes, then P
-    float out[kLanes * kMaxDim];  // O, rows of `dim`; dims in the order of the values' columns
-    float max[kLanes];
-    float sum[kLanes][kLanes];  // to be added up
+    float scores[kLanes][kKeys]; KVIST_FENCE(scores)  // S; where values are bytes, then P
+    float out[kLanes * kMaxDim]; KVIST_FENCE(out)  // O, rows of `dim`; dims in the order of the values' columns
+    float max[kLanes]; KVIST_FENCE(max)
+    float sum[kLanes][kLanes]; KVIST_FENCE(sum)  // to be added up
     // Keys that are multiplied as bf16.
-    std::uint32_t q[kLanes * kMaxDim / 2][kLanes];  // Q^T of each head in pairs, zeros in other heads' lanes
-    std::uint16_t rows[2][kLanes][kMaxDim];        // sixteen tokens unpacked
+    std::uint32_t q[kLanes * kMaxDim / 2][kLanes]; KVIST_FENCE(q)  // Q^T of each head in pairs, zeros in others' lanes
+    std::uint16_t rows[2][kLanes][kMaxDim]; KVIST_FENCE(rows)  // sixteen tokens unpacked
     // Keys that are multiplied as bytes.
-    std::int8_t q8[kLanes * kSets * kSlices][kLanes][kSlice];  // Q^T in fours, of each head, set and slice
-    float weight[kLanes][kSets][kLanes];                     // of the columns
-    float least[kLanes][kSets][kSlices][kLanes];             // what a group's least value is multiplied by
-    std::int8_t keys[2][kLanes * kMaxDim];
+    std::int8_t q8[kLanes * kSets * kSlices][kLanes][kSlice]; KVIST_FENCE(q8)  // Q^T in fours: head, set, slice
+    float weight[kLanes][kSets][kLanes]; KVIST_FENCE(weight)  // of the columns
+    float least[kLanes][kSets][kSlices][kLanes]; KVIST_FENCE(least)  // what a group's least value is multiplied by
+    std::int8_t keys[2][kLanes * kMaxDim]; KVIST_FENCE(keys)
     // Of either, as the matrix unit stores them.
-    std::uint32_t raw[kSets * kParts * kSlices][kLanes][kLanes];
+    std::uint32_t raw[kSets * kParts * kSlices][kLanes][kLanes]; KVIST_FENCE(raw)
     // Values.
-    std::uint16_t p[2][kLanes][kKeys];                   // P as bf16
-    std::int8_t p8[2][kGroups * 2 * kFew][kKeys];        // P of each group of dims in bytes, two rows a query
-    std::uint32_t v[2][kTiles * kKeys / 2][kLanes];      // V of sixteen dims at a time, in pairs or fours
-    std::int32_t product[kTiles][2 * kFew][kLanes];
+    std::uint16_t p[2][kLanes][kKeys]; KVIST_FENCE(p)  // P as bf16
+    std::int8_t p8[2][kGroups * 2 * kFew][kKeys]; KVIST_FENCE(p8)  // P of each group of dims in bytes, two rows a query
+    std::uint32_t v[2][kTiles * kKeys / 2][kLanes]; KVIST_FENCE(v)  // V of sixteen dims at a time, in pairs or fours
+    std::int32_t product[kTiles][2 * kFew][kLanes]; KVIST_FENCE(product)
 };
 
 // Sixteen tokens of a sequence.

@@ -7,14 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16"))), \
-                             apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")
-#endif
-#include <immintrin.h>
-
+#include "cpu_avx512_begin.h"
 #include "cpu_avx512.h"
 
 namespace kvist::avx512 {
@@ -51,9 +44,7 @@ void merge(const Plan& plan, std::int64_t index, bf16* out) {
 
 }  // namespace kvist::avx512
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+#include "cpu_avx512_end.h"
 
 #else
 
