@@ -24,7 +24,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ from kvist.spec.model import ModelSpec
 TEXT = HERE.parents[1] / "shared" / "data" / "text" / "paradise_lost.txt.gz"
 ENGINES = {"kvist": Path(sys.executable), "openvino": PEERS / "openvino" / "bin" / "python"}
 METHODS = {"kvist": ["h2o", "h2o-sum", "snapkv"], "openvino": ["norm-sum", "sum"]}
+# Of which the others are as fast.
+LONG_METHODS = {"kvist": ["h2o", "snapkv"], "openvino": ["norm-sum"]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +86,10 @@ def prompts_of(text: str, *, tokens: int, count: int, seed: int) -> list[Prompt]
     return [Prompt(tokens=[*piece.hidden, *fact.question, *fact.answer], told=fact.told) for piece, fact in facts]
 
 
-def settings(budgets: Sequence[int]) -> list[tuple[str, str, int]]:
+def settings(methods: Mapping[str, Sequence[str]], budgets: Sequence[int]) -> list[tuple[str, str, int]]:
     """Engine, method and budget; the full caches first."""
     full = [(engine, "none", 0) for engine in ENGINES]
-    return [*full, *((engine, method, n) for n in budgets for engine in ENGINES for method in METHODS[engine])]
+    return [*full, *((engine, method, n) for n in budgets for engine in ENGINES for method in methods[engine])]
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> float:
@@ -151,10 +153,9 @@ def ratios(rows: list[dict[str, Any]]) -> str:
 
 
 def run(
-    workers: dict[str, Worker], prompts: list[Prompt], *, budgets: Sequence[int], out: int, rounds: int = 1
+    workers: dict[str, Worker], prompts: list[Prompt], names: list[tuple[str, str, int]], *, out: int, rounds: int = 1
 ) -> list[dict[str, Any]]:
     """All settings on all prompts, by turns."""
-    names = settings(budgets)
     found: dict[tuple[str, str, int], list[Answer]] = {name: [] for name in names}
     for number, prompt in enumerate([*prompts[:1], *prompts * rounds]):
         for name in names:
@@ -169,7 +170,7 @@ def run(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=10)
+    parser.add_argument("--prompts", type=int, default=10, help="of the first table; 0 leaves it out")
     parser.add_argument("--tokens", type=int, default=2048, help="of a prompt's text")
     parser.add_argument("--budgets", type=int, nargs="+", default=[256, 512, 1024], help="multiples of 32, 96 or more")
     parser.add_argument("--out", type=int, default=48)
@@ -186,22 +187,26 @@ def main() -> None:
     if missing:
         parser.error(f"missing: {', '.join(map(str, missing))} (see {HERE / 'peers' / 'setup.sh'})")
     text = gzip.decompress(args.text.read_bytes()).decode()
-    prompts = prompts_of(text, tokens=args.tokens, count=args.prompts, seed=args.seed)
+    prompts = prompts_of(text, tokens=args.tokens, count=args.prompts, seed=args.seed) if args.prompts else []
     long = prompts_of(text, tokens=args.long, count=1, seed=args.seed) if args.long else []
     context = max(len(prompt.tokens) for prompt in [*prompts, *long]) + max(args.out, args.long_out)
     models = {name: str(MODELS[name]) for name in ("gguf", "int4")}
     job = EvictionJob(models=models, threads=args.threads, context=context)
     workers = {name: Worker(name, job) for name in ENGINES}
+    content: dict[str, Any] = {
+        "machine": machine(),
+        "arguments": {name: str(value) for name, value in vars(args).items()},
+    }
+    content["versions"] = {name: worker.version for name, worker in workers.items()}
     try:
-        rows = run(workers, prompts, budgets=args.budgets, out=args.out)
-        print(f"{len(prompts)} prompts of {args.tokens:,} tokens, {args.out} tokens answered\n\n{table(rows)}\n")
-        print(ratios(rows), flush=True)
-        content = {"machine": machine(), "versions": {name: worker.version for name, worker in workers.items()}}
-        content |= {"arguments": {name: str(value) for name, value in vars(args).items()}, "rows": rows}
+        if prompts:
+            content["rows"] = rows = run(workers, prompts, settings(METHODS, args.budgets), out=args.out)
+            print(f"{len(prompts)} prompts of {args.tokens:,} tokens, {args.out} tokens answered\n\n{table(rows)}\n")
+            print(ratios(rows), flush=True)
         if long:
-            rows = run(workers, long, budgets=[args.long_budget], out=args.long_out, rounds=args.rounds)
+            names = settings(LONG_METHODS, [args.long_budget])
+            content["long"] = rows = run(workers, long, names, out=args.long_out, rounds=args.rounds)
             print(f"\n{args.long:,} tokens, {args.long_out} answered\n\n{table(rows)}\n\n{ratios(rows)}")
-            content["long"] = rows
         if args.json is not None:
             args.json.write_text(json.dumps(content, indent=1))
     finally:

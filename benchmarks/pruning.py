@@ -256,7 +256,7 @@ def overhead(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     reader.end(reader.prompt(prompt, "none")[0])
     rows: dict[str, list[dict[str, Any]]] = {}
     for number in range(args.rounds):
-        for evict in ["none", *(f"{method}:{args.budget}" for method in METHODS)]:
+        for evict in ["none", *(f"{method}:{args.budget}" for method in args.methods or METHODS)]:
             spent[0] = 0.0
             request, seconds = reader.prompt(prompt, evict)
             row = {"prefill": seconds, "prefill_pruning": spent[0] / seconds}
