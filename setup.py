@@ -15,6 +15,7 @@ from setuptools.command.build_ext import build_ext
 KERNELS = Path("src/kvist/kernels")
 SOURCES = (
     "cpu.cpp",
+    "cpu_append.cpp",
     "cpu_attention.cpp",
     "cpu_attention_few.cpp",
     "cpu_chain.cpp",

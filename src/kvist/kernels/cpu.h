@@ -262,6 +262,9 @@ namespace avx512 {
 void multiply(const Matrix& m, const Team& team, bool amx, const bf16* x, std::int64_t rows, void* out,
               const float* bias);
 
+// Stores the step's keys and values of one layer; arguments as of `attend`.
+void append(const Plan& plan, const Team& team, int slot, const bf16* kv, std::int64_t kv_stride);
+
 // Stores the step's keys and values of one layer, then attends.
 //   slot       the layer's place in the group
 //   q          [rows, repeats, kv_heads, dim], rows `q_stride` elements apart
