@@ -42,6 +42,9 @@ METHODS = {"kvist": ["h2o", "h2o-sum", "snapkv"], "openvino": ["norm-sum", "sum"
 # Of which the others are as fast.
 LONG_METHODS = {"kvist": ["h2o", "snapkv"], "openvino": ["norm-sum"]}
 
+# Tokens of a prompt by which engines warm up.
+_WARM = 512
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
@@ -157,11 +160,12 @@ def run(
 ) -> list[dict[str, Any]]:
     """All settings on all prompts, by turns."""
     found: dict[tuple[str, str, int], list[Answer]] = {name: [] for name in names}
-    for number, prompt in enumerate([*prompts[:1], *prompts * rounds]):
+    # First engines warm up.
+    asked = [(prompts[0].tokens[:_WARM], 4), *((prompt.tokens, out) for prompt in prompts * rounds)]
+    for number, (tokens, count) in enumerate(asked):
         for name in names:
             engine, method, budget = name
-            answer = workers[engine].ask(Question(prompt=prompt.tokens, out=out, method=method, budget=budget))
-            # The first time engines warm up.
+            answer = workers[engine].ask(Question(prompt=tokens, out=count, method=method, budget=budget))
             if number:
                 found[name].append(answer)
         print(f"prompt {number} of {len(prompts) * rounds} done", file=sys.stderr, flush=True)
