@@ -214,6 +214,39 @@ def test_little_memory_changes_no_token(llama: Path) -> None:
         small.submit([5] * 280, GREEDY, on_event=print)
 
 
+@pytest.mark.parametrize("evict", ["h2o:1.0", "snapkv:100", "streaming:0.9"])
+def test_pruning_takes_what_is_pinned_into_blocks_of_its_own(llama: Path, evict: str) -> None:
+    """So that a pruned request may need more than one that shares all of the cartridge; what is promised is kept."""
+    cartridge = cartridge_of(llama)
+    block = engine_of(llama).groups[0].block_bytes
+    # 70 tokens and 59 of the answer take 9 blocks beside the 3 that are pinned. Pruned, all 118 of cartridge and prompt
+    # and 32 more take 10, or 100 and the answer, or 107 and 32 more.
+    prompt, params = [5] * 70, replace(GREEDY, max_tokens=60)
+    needed = 3 + {"h2o:1.0": 10, "snapkv:100": 10, "streaming:0.9": 9}[evict]
+    for blocks in (needed - 1, needed):
+        engine = engine_of(llama, memory=blocks * block, cartridges={"varde": cartridge})
+        answer = Answer(prompt_tokens=70)
+        how: dict[str, Any] = {"cartridge": "varde", "evict": evict, "on_event": answer.add}
+        if blocks < needed:
+            with pytest.raises(DoesNotFit, match=r"would be pruned together|it holds"):
+                engine.submit(prompt, params, **how)
+            engine.submit(prompt, replace(params, max_tokens=None), **how)
+        else:
+            engine.submit(prompt, params, **how)
+        for _ in range(400):
+            engine.step()
+        assert answer.finish_reason == "length"
+        assert len(answer.tokens) == 60 or blocks < needed
+        assert answer.account["pruned_tokens"] > 0 or blocks < needed
+    waiting = engine.submit(prompt, params, **how)
+    with pytest.raises(DoesNotFit, match="would take what requests before it have been promised"):
+        engine.load_cartridge("other", cartridge_of(llama, seed=1))
+    engine.abort(waiting)
+    engine.step()
+    assert list(engine.shelf.loaded) == ["varde"]
+    assert engine.cache.arena.held(0) == 3
+
+
 @pytest.mark.parametrize(
     "fmt",
     [

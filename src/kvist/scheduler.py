@@ -7,6 +7,7 @@ swapped out and it goes on where it was. A request that could never fit is refus
 """
 
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -288,37 +289,55 @@ class Scheduler:
         longest = self.longest()
         # The last generated token is returned, and never stored; what is pinned is there already.
         stored = prompt + (max_tokens or 1) - 1
-        if stored > longest and not self._fits_pruned(sequence, stored):
-            self._refuse(prompt, stored)
+        if not self._fits(sequence, stored):
+            self._refuse(sequence, prompt, stored)
         request = Request(request_id, sequence, max_tokens or max(1, longest + 1 - prompt))
         request.max_tokens = min(request.max_tokens, context - prompt)
+        if max_tokens is None and sequence.pinned and sequence.pruning:
+            # Pruning takes what is pinned into blocks of its own.
+            more = range(prompt + 1, prompt + request.max_tokens)
+            request.max_tokens = 1 + bisect_left(more, True, key=lambda stored: not self._fits(sequence, stored))
         self.waiting.append(request)
         self.counters.requests += 1
         self.counters.prompt_tokens += prompt
         return request
 
-    def _fits_pruned(self, sequence: Sequence, stored: int) -> bool:
-        """Whether the cache holds a sequence alone that would be too long, were it not pruned on its way."""
-        manager, pruning = self.manager, sequence.pruning
+    def _fits(self, sequence: Sequence, stored: int) -> bool:
+        """Whether the cache holds a sequence alone, on its way to so many tokens of its own."""
+        pruning, pinned, longest = sequence.pruning, sequence.pinned, self.longest()
         if pruning is None:
-            return False
-        # What is pinned is pruned with the rest, into blocks of its own.
-        needed = manager.slabs_needed(stored + sequence.pinned, self._least_chunk, pruning)
-        return needed <= manager.layout.num_slabs
+            return stored <= longest
+        if not pinned:
+            return stored <= longest or self._slabs_pruned(sequence, stored) <= self.manager.layout.num_slabs
+        # Before it is pruned it reads what is pinned; then that, or what is left of it, lies in blocks of its own.
+        before = min(stored, pruning.first - pinned)
+        return before <= longest and self._slabs_pruned(sequence, stored) <= self.manager.layout.num_slabs
+
+    def _slabs_pruned(self, sequence: Sequence, stored: int) -> int:
+        """Slabs that a lone sequence takes which is pruned on its way, beside what is pinned."""
+        pruning, length = sequence.pruning, stored + sequence.pinned
+        assert pruning is not None
+        slots = pruning.slots_after(length) if sequence.pinned else pruning.slots(length)
+        return self.manager.slabs_needed(length, self._least_chunk, slots)
 
     def all_fit(self) -> bool:
         """Whether the cache could still hold each request alone, which something that is pinned may have changed."""
-        longest = self.longest()
         for request in (*self.running, *(request for request in self.waiting if request.state == "waiting")):
-            sequence = request.sequence
-            stored = request.prompt_tokens - sequence.pinned + request.max_tokens - 1
-            if stored > longest and not self._fits_pruned(sequence, stored):
+            stored = request.prompt_tokens - request.sequence.pinned + request.max_tokens - 1
+            if not self._fits(request.sequence, stored):
                 return False
         return True
 
-    def _refuse(self, prompt: int, stored: int) -> None:
+    def _refuse(self, sequence: Sequence, prompt: int, stored: int) -> None:
         layout = self.manager.layout
         chunk = self._least_chunk
+        if stored <= self.longest():
+            needed = format_size(self._slabs_pruned(sequence, stored) * layout.slab_bytes)
+            raise DoesNotFit(
+                f"memory: {prompt} prompt tokens and {stored + 1 - prompt} to generate behind a cartridge of "
+                f"{sequence.pinned} would be pruned together, into blocks of their own: {needed} with the cartridge, "
+                f"and the cache has {format_size(layout.total_bytes)}; keep fewer tokens, or do not prune"
+            )
         terms = " + ".join(
             f"{group.peak_blocks(stored, chunk)} blocks x {format_size(group.block_bytes)} ({group.name})"
             for group in self.manager.groups

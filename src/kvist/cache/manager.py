@@ -498,9 +498,14 @@ class CacheManager:
         slots = pruning.slots(length) if pruning else length
         return [group.peak_blocks(slots if group.prunable else length, chunk) for group in self.groups]
 
-    def slabs_needed(self, length: int, chunk: int, pruning: PruningPlan | None = None) -> int:
-        """Slabs that a lone sequence needs beside what is pinned, ``chunk`` of ``length`` own tokens in flight."""
-        return self.pins.slabs_with(self.peak_blocks(length, chunk, pruning))
+    def slabs_needed(self, length: int, chunk: int, slots: int | None = None) -> int:
+        """Slabs that a lone sequence needs beside what is pinned, ``chunk`` of ``length`` own tokens in flight.
+
+        With ``slots`` no more of these are filled at once where tokens are pruned.
+        """
+        lengths = (length if slots is None or not group.prunable else slots for group in self.groups)
+        blocks = [group.peak_blocks(tokens, chunk) for group, tokens in zip(self.groups, lengths, strict=True)]
+        return self.pins.slabs_with(blocks)
 
     def longest(self, chunk: int, limit: int) -> int:
         """Longest sequence, in tokens and up to ``limit``, that would fit alone with ``chunk`` tokens in flight."""

@@ -130,8 +130,11 @@ class Shelf:
             BadFile: the file is torn, or its tensors have another shape.
             DoesNotFit: there is no room for it now.
         """
-        if not name or len(name) > _LONGEST_NAME:
-            raise InputError(f"cartridge: {name[:40]!r} is no name; 1 to {_LONGEST_NAME} letters", key="cartridge")
+        # Names are shown in errors and on pages.
+        if not name or len(name) > _LONGEST_NAME or not name.isprintable():
+            raise InputError(
+                f"cartridge: {name[:40]!r} is no name; 1 to {_LONGEST_NAME} letters on one line", key="cartridge"
+            )
         if name in self.loaded:
             raise InputError(f"cartridge: {name!r} is loaded already; choose another name", key="cartridge")
         cartridge = file if isinstance(file, Cartridge) else load(file)

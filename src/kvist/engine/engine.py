@@ -216,6 +216,12 @@ class Engine:
         """
         with self._stepping, self._lock:
             self.shelf.load(name, Path(file) if isinstance(file, str) else file, self.prefix_key(""))
+            if not self.scheduler.all_fit():
+                self.shelf.unload(name)
+                raise DoesNotFit(
+                    f"memory: {name} would take what requests before it have been promised; load it later, or give the "
+                    f"cache more"
+                )
 
     def unload_cartridge(self, name: str) -> None:
         """Take a trained cache off; those who live on it finish, and then its blocks go back.

@@ -187,6 +187,17 @@ class PruningPlan:
             return self.prompt
         return dropped + self.keep + SLACK if self.method.bounded else NEVER
 
+    @property
+    def first(self) -> int:
+        """Positions at which a sequence is pruned first."""
+        return self.due(self.prompt, 0)
+
+    def slots_after(self, length: int) -> int:
+        """Most slots that are filled at once from the first pruning on, on the way to ``length`` positions."""
+        if length < self.first:
+            return 0
+        return self.keep + (min(SLACK, length - self.first) if self.method.bounded else length - self.prompt)
+
     def target(self, length: int) -> int:
         """Slots that remain of ``length`` positions once they are pruned."""
         return self.keep if self.method.bounded else self.keep + max(0, length - self.prompt)
