@@ -91,7 +91,8 @@ def pin(
     unit = manager.unit_tokens
     if count % unit:
         raise InputError(
-            f"cartridge: {count} tokens are no whole blocks of {unit}; choose blocks, and a tail, of a divisor of {count}",
+            f"cartridge: {count} tokens are no whole blocks of {unit}; choose blocks, and a tail, of a divisor of "
+            f"{count}",
             key="cartridge",
         )
     fixed = next((group for group in manager.groups if group.fixed_blocks is not None), None)
