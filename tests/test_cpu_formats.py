@@ -232,13 +232,18 @@ def of_every_size(what, count, heads, dim, generator):
     return x if what == "q" else x * sizes[:, None, None]
 
 
+def tiny(what, count, heads, dim, generator):
+    """Values so small that their scales are subnormal."""
+    return ordinary(what, count, heads, dim, generator) * (1e-5 if what == "v" else 1)
+
+
 def all_alike(what, count, heads, dim, generator):
     """One key for all, so that all weights are equal."""
     x = ordinary(what, count, heads, dim, generator)
     return torch.ones_like(x) if what == "k" else x
 
 
-@pytest.mark.parametrize("draw", [biased, with_outliers, of_every_size, all_alike])
+@pytest.mark.parametrize("draw", [biased, with_outliers, of_every_size, tiny, all_alike])
 @pytest.mark.parametrize("codec", CODECS)
 def test_numbers_of_all_sizes(kernels, codec, draw):
     for repeats, window in ((5, None), (8, 77)):
