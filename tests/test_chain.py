@@ -12,6 +12,7 @@ from kvist.engine.engine import Engine
 from kvist.kernels.cpu import cpu
 from kvist.model.chain import MOST_ROWS, Chain, plain
 from kvist.model.norms import LayerNorm
+from kvist.spec.formats import CacheFormat
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(cpu() is None, reason="no C++ kernels in bf16 on this machine")
@@ -30,12 +31,24 @@ CASES = {
     ),
 }
 
+FORMATS = {
+    "llama": CacheFormat(
+        key="int8",
+        value="int4",
+        rotate=True,
+        layers={1: CacheFormat(), 2: CacheFormat(key="bf16", value="int8", rotate=True)},
+    ),
+    "gemma3, norms behind, windows, two rotations": CacheFormat(key="int4", value="bf16", rotate=True),
+}
 
-@pytest.fixture(scope="module", params=list(CASES))
+
+@pytest.fixture(scope="module", params=[*CASES, *(f"{name}, rotated" for name in FORMATS)])
 def engine(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("chain")
-    reading_model(directory, CASES[request.param])
-    return Engine(directory, dtype="bf16", memory="8MiB", prefix_cache=False)
+    name = request.param.removesuffix(", rotated")
+    reading_model(directory, CASES[name])
+    fmt = None if name == request.param else FORMATS[name]
+    return Engine(directory, dtype="bf16", memory="8MiB", prefix_cache=False, format=fmt)
 
 
 def logits_of(engine, prompts, chain):
@@ -55,7 +68,7 @@ def logits_of(engine, prompts, chain):
 def test_logits_are_the_same_to_the_bit(engine):
     chain = engine.runner.decoder.chain
     assert chain is not None
-    assert chain.count == len(engine.runner.decoder.layers) - 1
+    assert chain.count == len(engine.runner.decoder.layers)
     generator = torch.Generator().manual_seed(1)
     sizes = (MOST_ROWS + 9, 5, 1, 17)
     prompts = [torch.randint(3, 90, (size,), generator=generator).tolist() for size in sizes]
@@ -68,16 +81,16 @@ def test_logits_are_the_same_to_the_bit(engine):
         def suits(stream, step):
             return chain.suits(stream, step)
 
-        def __call__(self, stream, step):
-            ran.append(len(stream.x))
-            chain(stream, step)
+        def __call__(self, stream, step, count):
+            ran.append((len(stream.x), count))
+            chain(stream, step, count)
 
     one, other = (logits_of(engine, prompts, each) for each in (Watched(), None))
     assert len(one) == len(other) == 12
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     # All steps that decode, and not the one that reads the prompts.
     assert len(ran) == len(one) - 1
-    assert max(ran) == len(prompts)
+    assert max(ran) == (len(prompts), chain.count)
 
 
 def test_pruned_requests_are_seen_alike(engine):
@@ -116,7 +129,6 @@ def test_layers_that_do_more_are_left_to_operators(engine, monkeypatch):
         "after_mlp": (layer, other),
         "whole_norms": (layer.mixer, (other, other)),
         "temperature": (layer.mixer, 1.0),
-        "hadamard": (layer.mixer, torch.eye(32)),
         "sinks": (layer.mixer, torch.zeros(3, 2)),
         "rope": (layer.mixer, None),
         "gates": (layer.mixer, 192),
@@ -126,6 +138,11 @@ def test_layers_that_do_more_are_left_to_operators(engine, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
             assert not plain(layer), name
+    # Heads that are turned by the kernels may be; those that PyTorch turns may not.
+    with monkeypatch.context() as patch:
+        patch.setattr(layer.mixer, "hadamard", torch.eye(32))
+        patch.setattr(layer.mixer, "spreader", None)
+        assert not plain(layer)
 
 
 def test_heads_that_are_turned_in_part_are_left_to_operators(tmp_path):

@@ -22,6 +22,7 @@ from kvist.errors import InputError
 from kvist.kernels import cpu as cpu_module
 from kvist.kernels.cpu import Cpu, PagedAttention, cpu
 from kvist.kernels.dense import Scores
+from kvist.kernels.hadamard import hadamard
 from kvist.kernels.matrix import Matrix
 from kvist.kernels.sharing import sharing_order
 from kvist.model.norms import FusedResidual, RMSNorm
@@ -146,6 +147,38 @@ def test_rotation(kernels, heads, dim, normed):
     kernels.rotate(x, angles.cos(), angles.sin(), multiplier, 1e-6)
     assert (x.double() - expected).abs().max() < 0.005 * expected.abs().max()
     assert torch.equal(wide[:, heads:], before)
+
+
+@pytest.mark.parametrize(("dim", "heads"), [(32, 5), (64, 3), (96, 2), (128, 1), (256, 2)])
+def test_spreading(kernels, dim, heads):
+    """Against the product with the matrix in float64; one rounding to bf16."""
+    generator = torch.Generator().manual_seed(dim)
+    wide = torch.randn(21, heads + 2, dim, generator=generator).to(BF16)
+    matrix = hadamard(dim, BF16)
+    before, x = wide.clone(), wide[:, 1:-1]
+    expected = x.double() @ matrix.double()
+    assert kernels.spreads(dim)
+    kernels.spread(x, float(matrix[0, 0]))
+    assert ((x.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-6 * before.double().abs().amax()).all()
+    assert torch.equal(wide[:, 0], before[:, 0])
+    assert torch.equal(wide[:, -1], before[:, -1])
+
+
+def test_weights_outlive_each_other(kernels):
+    """Small weights share memory: one that goes leaves the others as they are."""
+    torch.manual_seed(0)
+    made = []
+    for turn in range(40):
+        weight = torch.randn(1024, 1024).to(BF16)
+        matrix = Matrix(kernels, weight.shape, "f32", None, bits=16)
+        matrix.fill(weight)
+        made.append((matrix, weight))
+        if turn % 3:
+            made.pop(turn % len(made))
+    x = torch.randn(1, 1024).to(BF16)
+    for matrix, weight in made:
+        expected = x.double() @ weight.double().t()
+        assert (matrix(x).double() - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("width", [16, 576, 640, 100])

@@ -94,6 +94,10 @@ class Chain:
         queries: int,
         kv_heads: int,
         dim: int,
+        spread_begin: int,
+        spread_end: int,
+        turns_back: bool,
+        spread: float,
     ) -> None: ...
     def run(
         self,
@@ -104,9 +108,11 @@ class Chain:
         change: int,
         kept: int,
         rows: int,
+        count: int,
         /,
     ) -> None: ...
 
+def spread(x: int, rows: int, stride: int, heads: int, dim: int, factor: float, /) -> None: ...
 def move_kept(
     arena: int,
     layer_bytes: int,

@@ -209,25 +209,27 @@ NB_MODULE(_cpu, m) {
             "add",
             [](Chain& self, const Matrix& qkv, const Matrix& output, const Matrix& gate_up, const Matrix& down,
                const std::vector<std::uintptr_t>& biases, const std::vector<std::uintptr_t>& norms,
-               const std::vector<float>& eps, int slot, int group, int rope, int queries, int kv_heads, int dim) {
+               const std::vector<float>& eps, int slot, int group, int rope, int queries, int kv_heads, int dim, int spread_begin,
+               int spread_end, bool turns_back, float spread) {
                 const auto bias = [&](int i) { return at<const float>(biases.at(i)); };
                 const auto norm = [&](int i) { return at<const float>(norms.at(i)); };
                 self.layers.push_back({&qkv,       &output,   &gate_up,  &down,   bias(0),  bias(1), bias(2),
                                        bias(3),    norm(0),   norm(1),   norm(2), norm(3),  norm(4), eps.at(0),
                                        eps.at(1),  eps.at(2), slot,      group,   rope,     queries, kv_heads,
-                                       dim});
+                                       dim,       spread_begin, spread_end, turns_back, spread});
             },
             nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::kw_only(),
             "qkv"_a, "output"_a, "gate_up"_a, "down"_a, "biases"_a, "norms"_a, "eps"_a, "slot"_a, "group"_a, "rope"_a,
-            "queries"_a, "kv_heads"_a, "dim"_a)
+            "queries"_a, "kv_heads"_a, "dim"_a, "spread_begin"_a, "spread_end"_a, "turns_back"_a, "spread"_a)
         .def("run", [](Chain& self, bool amx, const nb::list& plans, const std::vector<std::uintptr_t>& tables,
-                       std::uintptr_t stream, std::uintptr_t change, std::uintptr_t kept, std::int64_t rows) {
+                       std::uintptr_t stream, std::uintptr_t change, std::uintptr_t kept, std::int64_t rows,
+                       std::int64_t count) {
             std::vector<Plan*> given;
             for (nb::handle plan : plans) given.push_back(plan.is_none() ? nullptr : nb::cast<Plan*>(plan));
             std::vector<const float*> factors;
             for (std::uintptr_t table : tables) factors.push_back(at<const float>(table));
             nb::gil_scoped_release released;
-            self.run(team, amx, given, factors, at<bf16>(stream), at<bf16>(change), at<bf16>(kept), rows);
+            self.run(team, amx, given, factors, at<bf16>(stream), at<bf16>(change), at<bf16>(kept), rows, count);
         });
     m.def("move_kept", [](std::uintptr_t arena, std::int64_t layer_bytes, int layers, int kv_heads, int block_tokens,
                           const Numbers& pieces, const Numbers& from, const Numbers& to, std::uintptr_t kept,
@@ -247,6 +249,12 @@ NB_MODULE(_cpu, m) {
            std::uintptr_t sin, std::uintptr_t weight, float eps) {
             avx512::rotate(team, at<bf16>(x), rows, stride, heads, dim, at<float>(cos), at<float>(sin),
                            at<float>(weight), eps);
+        },
+        nb::call_guard<nb::gil_scoped_release>());
+    m.def(
+        "spread",
+        [](std::uintptr_t x, std::int64_t rows, std::int64_t stride, int heads, int dim, float factor) {
+            avx512::spread(team, at<bf16>(x), rows, stride, heads, dim, factor);
         },
         nb::call_guard<nb::gil_scoped_release>());
     m.def(

@@ -237,6 +237,7 @@ struct Matrix {
     Result result;                 // gated ones hold a gate's 16 outputs, then 16 of what it lets through, by turns
     std::int64_t tile_bytes;
     std::uint8_t* data;
+    void* slab;  // that holds it; null: memory of its own
 
     Matrix(std::int64_t outputs, std::int64_t inputs, int bits, Result result);
     Matrix(const Matrix&) = delete;
@@ -283,6 +284,11 @@ void merge(const Plan& plan, std::int64_t index, bf16* out);
 // apart; cos and sin [rows, dim / 2].
 void rotate(const Team& team, bf16* x, std::int64_t rows, std::int64_t stride, int heads, int dim, const float* cos,
             const float* sin, const float* weight, float eps);
+
+// Turns each head by Hadamard's matrix in Sylvester's order, all elements of which are `factor` or its negative, in
+// place: [rows, heads, dim], rows `stride` elements apart. Where dim is no power of two, blocks of the largest that
+// divides it are turned.
+void spread(const Team& team, bf16* x, std::int64_t rows, std::int64_t stride, int heads, int dim, float factor);
 
 // stream += change, where change is there, normed by `after` first where that is there; out = norm(stream).
 void add_norm(const Team& team, bf16* stream, const bf16* change, const float* after, const float* weight, bf16* out,

@@ -76,6 +76,21 @@ class Cpu:
             heads.data_ptr(), tokens, heads.stride(0), count, dim, cos.data_ptr(), sin.data_ptr(), weight, eps
         )
 
+    def spread(self, heads: Tensor, factor: float) -> None:
+        """Turn each head by :func:`kvist.kernels.hadamard.hadamard`'s matrix, in place, computed in float32.
+
+        Args:
+            heads: bf16 ``[tokens, heads, dim]``, dense but for the stride of its tokens; :meth:`spreads` its heads.
+            factor: of which all elements of the matrix are, or its negative.
+        """
+        tokens, count, dim = heads.shape
+        self.module.spread(heads.data_ptr(), tokens, heads.stride(0), count, dim, factor)
+
+    @staticmethod
+    def spreads(dim: int) -> bool:
+        """Whether heads of this width can be turned: whole vectors, which must fit into registers."""
+        return dim % 32 == 0 and dim <= _MOST_DIM
+
     def add_norm(
         self, stream: Tensor, change: Tensor | None, after: Tensor | None, multiplier: Tensor, eps: float
     ) -> Tensor:

@@ -7,13 +7,14 @@
 namespace kvist {
 
 void Chain::run(const Team& team, bool amx, const std::vector<Plan*>& plans, const std::vector<const float*>& tables,
-                bf16* stream, bf16* change, bf16* kept, std::int64_t rows) {
+                bf16* stream, bf16* change, bf16* kept, std::int64_t rows, std::int64_t count) {
     const bf16* late = nullptr;  // what is still to be added to the stream, and the norm that it goes through first
     const float* after = nullptr;
     const auto reserve = [rows](Buffer& buffer, std::int64_t width) {
         return static_cast<bf16*>(buffer.reserve(2 * static_cast<std::size_t>(rows * width)));
     };
-    for (const ChainLayer& layer : layers) {
+    for (std::int64_t index = 0; index < count; ++index) {
+        const ChainLayer& layer = layers[static_cast<std::size_t>(index)];
         const std::int64_t hidden = layer.qkv->inputs, width = layer.qkv->outputs;
         const std::int64_t queries = static_cast<std::int64_t>(layer.queries) * layer.dim;
         bf16* normed = reserve(normed_, hidden);
@@ -24,9 +25,13 @@ void Chain::run(const Team& team, bool amx, const std::vector<Plan*>& plans, con
         avx512::multiply(*layer.qkv, team, amx, normed, rows, projected, layer.qkv_bias);
         avx512::rotate(team, projected, rows, width, layer.queries + layer.kv_heads, layer.dim, tables[2 * layer.rope],
                        tables[2 * layer.rope + 1], layer.heads, layer.heads_eps);
+        avx512::spread(team, projected + layer.spread_begin * layer.dim, rows, width,
+                       layer.spread_end - layer.spread_begin, layer.dim, layer.spread);
         for (std::int64_t row = 0; kept != nullptr && row < rows; ++row, kept += queries)
             std::memcpy(kept, projected + row * width, 2 * static_cast<std::size_t>(queries));
         avx512::attend(*plans[layer.group], team, amx, layer.slot, projected, width, projected + queries, width, mixed);
+        if (layer.turns_back)
+            avx512::spread(team, mixed, rows, queries, layer.queries, layer.dim, layer.spread);
         avx512::multiply(*layer.output, team, amx, mixed, rows, change, layer.output_bias);
         avx512::add_norm(team, stream, change, layer.after_mixer, layer.before_mlp, normed, rows, hidden, layer.mlp_eps);
         avx512::multiply(*layer.gate_up, team, amx, normed, rows, inner, layer.gate_up_bias);

@@ -18,19 +18,23 @@ struct ChainLayer {
     int slot;         // the layer's place in its group
     int group, rope;  // places in what a run is given
     int queries, kv_heads, dim;
+    // Heads, values last, that a rotation spreads by so much in each element, and whether results are turned back.
+    int spread_begin, spread_end;
+    bool turns_back;
+    float spread;
 };
 
 class Chain {
   public:
     std::vector<ChainLayer> layers;
 
-    // Runs all layers over a step's rows.
+    // Runs the first `count` layers over a step's rows.
     //   plans    of each group
     //   tables   cosines and sines of each rotation, by turns: float32 [rows, dim / 2]
     //   stream   bf16 [rows, hidden], in and out; what the last layer adds to it goes to `change`, not normed
     //   kept     where each layer's queries go, [rows, queries, dim] one after the other; null: nowhere
     void run(const Team& team, bool amx, const std::vector<Plan*>& plans, const std::vector<const float*>& tables,
-             bf16* stream, bf16* change, bf16* kept, std::int64_t rows);
+             bf16* stream, bf16* change, bf16* kept, std::int64_t rows, std::int64_t count);
 
   private:
     Buffer normed_, projected_, mixed_, inner_;

@@ -31,7 +31,40 @@ inline float mean_square(const bf16* x, std::int64_t width) {
     return total / static_cast<float>(width);
 }
 
+// The fast transform of Walsh and Hadamard, of `size` elements, 32 to kMaxDim.
+inline void turn(bf16* x, int size, __m512 factor) {
+    __m512 v[kMaxDim / kLanes];
+    const int vectors = size / kLanes;
+    for (int i = 0; i < vectors; ++i) v[i] = load(x + i * kLanes);
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    for (int apart = 1; apart < kLanes; apart *= 2) {
+        const __m512i across = _mm512_xor_si512(lanes, _mm512_set1_epi32(apart));
+        const __mmask16 upper = _mm512_test_epi32_mask(lanes, _mm512_set1_epi32(apart));
+        for (int i = 0; i < vectors; ++i) {
+            const __m512 other = _mm512_permutexvar_ps(across, v[i]);
+            v[i] = _mm512_mask_sub_ps(_mm512_add_ps(v[i], other), upper, other, v[i]);
+        }
+    }
+    for (int apart = 1; apart < vectors; apart *= 2)
+        for (int i = 0; i < vectors; ++i) {
+            if ((i & apart) != 0) continue;
+            const __m512 one = v[i], other = v[i + apart];
+            v[i] = _mm512_add_ps(one, other);
+            v[i + apart] = _mm512_sub_ps(one, other);
+        }
+    for (int i = 0; i < vectors; ++i) store(x + i * kLanes, _mm512_mul_ps(v[i], factor));
+}
+
 }  // namespace
+
+void spread(const Team& team, bf16* x, std::int64_t rows, std::int64_t stride, int heads, int dim, float factor) {
+    if (heads == 0) return;
+    const int size = dim & -dim;
+    const __m512 by = _mm512_set1_ps(factor);
+    team.share(rows, 16, [&](std::int64_t row) {
+        for (int at = 0; at < heads * dim; at += size) turn(x + row * stride + at, size, by);
+    });
+}
 
 void rotate(const Team& team, bf16* x, std::int64_t rows, std::int64_t stride, int heads, int dim, const float* cos,
             const float* sin, const float* weight, float eps) {
@@ -93,6 +126,9 @@ void add_norm(const Team& team, bf16* stream, const bf16* change, const float* a
 
 namespace kvist::avx512 {
 void rotate(const Team&, bf16*, std::int64_t, std::int64_t, int, int, const float*, const float*, const float*, float) {
+    throw std::logic_error("built without AVX-512");
+}
+void spread(const Team&, bf16*, std::int64_t, std::int64_t, int, int, float) {
     throw std::logic_error("built without AVX-512");
 }
 void add_norm(const Team&, bf16*, const bf16*, const float*, const float*, bf16*, std::int64_t, std::int64_t, float) {

@@ -2,9 +2,11 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <new>
 
 #include "cpu.h"
+#include "cpu_sanitized.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -17,10 +19,51 @@ constexpr std::int64_t kLargePage = std::int64_t{2} << 20;
 
 constexpr std::size_t kLine = 64;
 
+// What weights share: a step reads nearly all of a network's, front to back, and on small pages every few KiB would have
+// to be translated anew. Most are smaller than a large page, so that they lie one behind the other.
+constexpr std::int64_t kSlab = 16 * kLargePage;
+
+struct Slab {
+    std::uint8_t* memory;
+    std::int64_t used;
+    int weights;
+};
+
+std::mutex guard;
+Slab* filling = nullptr;  // the slab that takes weights
+
 void* aligned(std::size_t alignment, std::size_t bytes) {
     void* memory = nullptr;
     if (posix_memalign(&memory, alignment, bytes) != 0) throw std::bad_alloc();
     return memory;
+}
+
+std::uint8_t* on_large_pages(std::int64_t size) {
+    const std::int64_t whole = (size + kLargePage - 1) / kLargePage * kLargePage;
+    auto* memory = static_cast<std::uint8_t*>(aligned(kLargePage, static_cast<std::size_t>(whole)));
+#if defined(__linux__)
+    madvise(memory, static_cast<std::size_t>(whole), MADV_HUGEPAGE);
+#endif
+    return memory;
+}
+
+std::uint8_t* in_slab(std::int64_t size, void** slab) {
+    const std::lock_guard<std::mutex> hold(guard);
+    size = (size + static_cast<std::int64_t>(kLine) - 1) / static_cast<std::int64_t>(kLine) * kLine;
+    if (filling == nullptr || filling->used + size > kSlab) filling = new Slab{on_large_pages(kSlab), 0, 0};
+    std::uint8_t* memory = filling->memory + filling->used;
+    filling->used += size;
+    filling->weights += 1;
+    *slab = filling;
+    return memory;
+}
+
+void leave(Slab* slab) {
+    const std::lock_guard<std::mutex> hold(guard);
+    if (--slab->weights > 0) return;
+    if (filling == slab) filling = nullptr;
+    std::free(slab->memory);
+    delete slab;
 }
 
 std::int64_t tile_bytes_of(int bits) { return bits == 16 ? 1024 : bits * 64 + 64; }
@@ -43,15 +86,21 @@ void* Buffer::reserve(std::size_t bytes) {
 Matrix::Matrix(std::int64_t outputs, std::int64_t inputs, int bits, Result result)
     : outputs(outputs), inputs(inputs), bits(bits), result(result), tile_bytes(tile_bytes_of(bits)) {
     const std::int64_t size = outputs / 16 * (inputs / 32) * tile_bytes;
-    const std::int64_t page = size >= kLargePage ? kLargePage : static_cast<std::int64_t>(kLine);
-    data = static_cast<std::uint8_t*>(
-        aligned(static_cast<std::size_t>(page), static_cast<std::size_t>((size + page - 1) / page * page)));
-#if defined(__linux__)
-    if (page == kLargePage) madvise(data, static_cast<std::size_t>(size), MADV_HUGEPAGE);
-#endif
+    slab = nullptr;
+    if (size > kSlab / 4)
+        data = on_large_pages(size);
+    else if (kSanitized)  // apart, so that what lies behind an end is nobody's
+        data = static_cast<std::uint8_t*>(aligned(kLine, static_cast<std::size_t>(size)));
+    else
+        data = in_slab(size, &slab);
 }
 
-Matrix::~Matrix() { std::free(data); }
+Matrix::~Matrix() {
+    if (slab != nullptr)
+        leave(static_cast<Slab*>(slab));
+    else
+        std::free(data);
+}
 
 void Matrix::pack(const bf16* weight) {
     auto* to = reinterpret_cast<std::uint32_t*>(data);

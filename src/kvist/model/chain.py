@@ -2,7 +2,7 @@
 
 A step that decodes few sequences takes as long between operators as inside them: of SmolLM2 240 of them. Layers from
 the first on that are of this kind, as those of Llama, Mistral, Qwen, Gemma and their like are, run on the C++ kernels
-without coming back; the others, and the last, whose rows are chosen, run as in all steps.
+without coming back; the others run as in all steps, and so does the last where some of its rows are chosen.
 """
 
 import math
@@ -37,19 +37,19 @@ class Chain:
         self.count = len(layers)
         self.chain = kernels.module.Chain()
         self.groups: set[int] = set()
-        # Of neighbours of one group: its number, their slots, and the shape of one token's queries.
-        self.queries: list[tuple[int, slice, tuple[int, int, int]]] = []
+        # Of each layer: group, slot, and the shape of one token's queries.
+        self.queries: list[tuple[int, int, tuple[int, int, int]]] = []
         # Norms and biases are read where they are; the matrices are held by the chain.
         self.held: list[Tensor] = []
         for layer in layers:
             self._add(layer)
-        self.after = layers[-1].after_mlp
+        self.after = [layer.after_mlp for layer in layers]
 
     @classmethod
     def of(cls, kernels: Cpu | None, layers: Sequence[Layer]) -> "Chain | None":
-        """Those layers that can, but for the last of all; None where there are fewer than two."""
+        """Those layers from the first on that can; None where there are fewer than two."""
         count = 0
-        while count < len(layers) - 1 and plain(layers[count]):
+        while count < len(layers) and plain(layers[count]):
             count += 1
         return cls(kernels, layers[:count]) if kernels is not None and count > 1 else None
 
@@ -62,10 +62,7 @@ class Chain:
         norms = [layer.before_mixer, layer.after_mixer, layer.before_mlp, layer.after_mlp, mixer.norm]
         eps = [norm.eps if norm is not None else 0.0 for norm in (layer.before_mixer, layer.before_mlp, mixer.norm)]
         self.groups.add(mixer.group)
-        first, shape = mixer.slot, (mixer.repeats, mixer.kv_heads, mixer.dim)
-        if self.queries and self.queries[-1][0] == mixer.group:
-            first = self.queries.pop()[1].start
-        self.queries.append((mixer.group, slice(first, mixer.slot + 1), shape))
+        self.queries.append((mixer.group, mixer.slot, (mixer.repeats, mixer.kv_heads, mixer.dim)))
         self.chain.add(
             qkv=qkv.packed,
             output=output.packed,
@@ -80,6 +77,10 @@ class Chain:
             queries=mixer.turned - mixer.kv_heads,
             kv_heads=mixer.kv_heads,
             dim=mixer.dim,
+            spread_begin=mixer.spread.start,
+            spread_end=mixer.spread.stop,
+            turns_back=mixer.turns_back,
+            spread=mixer.factor,
         )
 
     def _address(self, tensor: Tensor | None) -> int:
@@ -97,8 +98,16 @@ class Chain:
             and all(isinstance(rotation, FusedRotation) for rotation in step.rotations)
         )
 
-    def __call__(self, stream: FusedResidual, step: Pass) -> None:
-        """Run the layers over the stream, which holds nothing to be added yet; stores what they remember."""
+    def _neighbours(self, count: int) -> list[tuple[int, slice, tuple[int, int, int]]]:
+        """Of the first layers, neighbours of one group: its number, their slots, and the shape of a token's queries."""
+        found: list[tuple[int, slice, tuple[int, int, int]]] = []
+        for group, slot, shape in self.queries[:count]:
+            first = found.pop()[1].start if found and found[-1][0] == group else slot
+            found.append((group, slice(first, slot + 1), shape))
+        return found
+
+    def __call__(self, stream: FusedResidual, step: Pass, count: int) -> None:
+        """Run the first layers over the stream, which holds nothing to be added yet; stores what they remember."""
         change = torch.empty_like(stream.x)
         plans: list[object] = [None] * len(step.plans)
         for group in self.groups:
@@ -110,9 +119,11 @@ class Chain:
             assert isinstance(rotation, FusedRotation)
             tables += [rotation.cos.data_ptr(), rotation.sin.data_ptr()]
         rows = len(change)
-        kept, sizes_kept = None, [(seen.stop - seen.start) * math.prod(shape) for _, seen, shape in self.queries]
+        kept, seen = None, []
         if step.observer is not None and step.observer.looks:
-            kept = torch.empty(rows * sum(sizes_kept), dtype=change.dtype)
+            seen = self._neighbours(count)
+            sizes = [rows * (slots.stop - slots.start) * math.prod(shape) for _, slots, shape in seen]
+            kept = torch.empty(sum(sizes), dtype=change.dtype)
         self.chain.run(
             self.kernels.amx,
             plans,
@@ -121,12 +132,12 @@ class Chain:
             change.data_ptr(),
             0 if kept is None else kept.data_ptr(),
             rows,
+            count,
         )
-        stream.add(change, self.after)
+        stream.add(change, self.after[count - 1])
         if step.observer is None or kept is None:
             return
-        parts = torch.split(kept, [rows * size for size in sizes_kept])
-        for part, (group, slots, shape) in zip(parts, self.queries, strict=True):
+        for part, (group, slots, shape) in zip(torch.split(kept, sizes), seen, strict=True):
             step.observer.see(group, slots, part.view(-1, rows, *shape), None)
 
 
@@ -140,12 +151,13 @@ def plain(layer: Layer) -> bool:
     matrices: tuple[Matrix | None, ...] = (
         mixer.qkv.matrix, mixer.output.matrix, mlp.gate_up.matrix, mlp.down.matrix
     )  # fmt: skip
-    special = (layer.scale, mixer.whole_norms, mixer.temperature, mixer.hadamard, mixer.sinks)
+    special = (layer.scale, mixer.whole_norms, mixer.temperature, mixer.sinks)
     return (
         all(isinstance(norm, RMSNorm) for norm in norms)
         and all(norm is None or isinstance(norm, RMSNorm) for norm in others)
         and None not in matrices
         and all(each is None for each in special)
         and mixer.rope is not None
+        and (mixer.hadamard is None or mixer.spreader is not None)
         and not mixer.gates
     )

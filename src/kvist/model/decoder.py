@@ -126,8 +126,13 @@ class Decoder:
             stream = FusedResidual(x, self.kernels)
         layers = self.layers
         if self.chain is not None and isinstance(stream, FusedResidual) and self.chain.suits(stream, run):
-            self.chain(stream, run)
-            layers = layers[self.chain.count :]
+            # Where every row is sampled, as in steps that only decode, so may the last layer.
+            every = len(step.sampled) == len(step.tokens)
+            count = min(self.chain.count, len(layers) if every else len(layers) - 1)
+            self.chain(stream, run, count)
+            layers = layers[count:]
+            if not layers and len(step.sampled) > 1:
+                stream = stream.rows(step.sampled)
         for layer in layers:
             # Behind the last mixer only what is sampled is read, in the order of the step's chunks.
             rows = step.sampled if layer is self.layers[-1] else None

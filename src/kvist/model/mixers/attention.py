@@ -6,6 +6,7 @@ It sees the cache through one verb, :meth:`kvist.kernels.attention.AttentionPlan
 import torch
 from torch import Tensor
 
+from kvist.kernels.cpu import Cpu, kernels_of
 from kvist.kernels.hadamard import hadamard
 from kvist.model.linear import Linear
 from kvist.model.mixers.places import Pass, Places
@@ -101,7 +102,13 @@ class AttentionMixer:
             0 if fmt.rotates_keys else self.turned, self.turned + kv_heads if fmt.rotates_values else self.turned
         )
         self.turns_back = fmt.rotates_values
-        self.hadamard = hadamard(dim, checkpoint.dtype) if fmt.rotates_keys or fmt.rotates_values else None
+        self.hadamard: Tensor | None = None
+        self.spreader: Cpu | None = None
+        self.factor = 0.0
+        if fmt.rotates_keys or fmt.rotates_values:
+            self.hadamard = hadamard(dim, checkpoint.dtype)
+            self.spreader = kernels_of(checkpoint.dtype) if Cpu.spreads(dim) else None
+            self.factor = float(self.hadamard[0, 0])
         self.sinks: Tensor | None = None
         if net.sinks is not None:
             sinks = checkpoint.tensor(net.sinks, (heads,)).float()
@@ -127,14 +134,21 @@ class AttentionMixer:
             queries.mul_((torch.log1p(seen) * self.temperature.scale + 1).to(x.dtype).view(-1, 1, 1, 1))
         if self.hadamard is not None:
             spread = projected[:, self.spread]
-            spread.copy_(spread @ self.hadamard)
+            if self.spreader is None:
+                spread.copy_(spread @ self.hadamard)
+            else:
+                self.spreader.spread(spread, self.factor)
         kv = projected[:, self.turned - self.kv_heads :]
         mixed = step.attention(self.group).attend(self.slot, queries, kv, self.sinks)
         if step.observer is not None and step.observer.looks:
             step.observer.see(self.group, slice(self.slot, self.slot + 1), queries[None], self.sinks)
         if self.hadamard is not None and self.turns_back:
             # The matrix is its own inverse.
-            mixed = (mixed.view(count, -1, self.dim) @ self.hadamard).view_as(mixed)
+            heads = mixed.view(count, -1, self.dim)
+            if self.spreader is None:
+                mixed = (heads @ self.hadamard).view_as(mixed)
+            else:
+                self.spreader.spread(heads, self.factor)
         if self.gates:
             mixed = mixed * torch.sigmoid(whole[:, width:])
         return self.output(mixed if rows is None else mixed.index_select(0, rows))
