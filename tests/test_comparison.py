@@ -276,6 +276,16 @@ def test_answers_larger_than_the_machine(model, text, monkeypatch):
         compare(model[0], text, [INT8], **SIZES)
 
 
+def test_a_question_longer_than_what_follows(model, text, tmp_path):
+    path = tmp_path / "questions.json"
+    sizes = SIZES | {"pieces": 1, "questions": path}
+    path.write_text(json.dumps([["Who?", "boat " * 60]]))
+    assert [row.kl > 0 for row in compare(model[0], text[:600], [HALF], **sizes).rows] == [False, True]
+    path.write_text(json.dumps([["Who?", "boat " * 600]]))
+    with pytest.raises(InputError, match="questions: the longest and the text are"):
+        compare(model[0], text[:600], [HALF], **sizes)
+
+
 def test_names_stand_in_the_order_of_their_points():
     rows = [{"setting": name} for name in ("a:0.25", "b:0.25", "far", "c", "wide name")]
     points = [(100, 80), (100, 76), (300, 76), (120, 74), (60, 70)]

@@ -184,6 +184,14 @@ def compare(
         )
     if whole:
         cut = asked_of(tokenizer, text, asked, following=following, pieces=pieces, seed=seed)
+        # One question may be longer.
+        most += max(0, max(len(piece.following) for piece in cut) - following)
+        if spec.max_context is not None and most > spec.max_context:
+            raise InputError(
+                f"questions: the longest and the text are {most:,} tokens; {spec.name} reads {spec.max_context:,} at "
+                f"most",
+                key="questions",
+            )
     else:
         cut = pieces_of(tokenizer, text, context=context, following=following, pieces=pieces, seed=seed)
     named = [f"{name} {cartridge.digest}" for name, cartridge in sorted(cartridges.items())]
