@@ -81,7 +81,8 @@ class Memory:
         for group, spec in enumerate(self.groups):
             if spec.lifetime == "state" and start:
                 self.check(sequence, start, group)
-            for block, content in self.slots(sequence, group, start, end):
+            seen = spec.first_live_block(end) * spec.block_tokens if start < sequence.pinned and spec.gives_back else 0
+            for block, content in self.slots(sequence, group, min(max(start, seen), end), end):
                 assert block >= 0, "a token is to be stored in a block that was given back"
                 self.blocks[group][block] = content
 

@@ -8,9 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvist import CacheFormat, Engine, ModelSpec
+from kvist import CacheFormat, Engine, ModelSpec, plan
 from kvist.cache.groups import groups_of
 from kvist.cache.layout import ArenaLayout
+from kvist.cache.manager import CacheManager
+from kvist.cache.prefix import PrefixKey
 from kvist.errors import InputError, UnsupportedModel
 from kvist.kernels import cpu as cpu_module
 from kvist.kernels.cpu import PagedAttention
@@ -19,6 +21,7 @@ from kvist.kernels.portable import PortableAttention
 from kvist.kernels.sealing import SealedAttention, SealedMemory
 from kvist.kernels.spans import Span
 from kvist.planning.capacity import allocated_bytes
+from kvist.spec.format_words import options_of
 from kvist.spec.layers import Attention
 from kvist.store.codecs import PLAIN, Coding
 from kvist.store.layouts import PagedKV, Scratch, check_format
@@ -287,6 +290,64 @@ def test_keys_by_channel_have_a_tail():
         check_format(groups_of(ModelSpec.read("deepseek-v3"), CacheFormat(key="int4c"))[0])
 
 
+def test_tails_of_single_layers_are_as_computed():
+    """Keys by channel have one in whatever layer they are, and it is kept in the type that the engine computes in."""
+    single = CacheFormat(layers={1: CacheFormat(key="int4c", value="int4")})
+    assert single.computed_in("f32").of_layer(1, 4).of_tail.key == "f32"
+    assert CacheFormat(layers={1: CacheFormat(key="int4", value="int4")}).computed_in("f32").keep is None
+    # Said again in options, the type of the tail is not lost.
+    fmt = CacheFormat(key="int8", value="int4", tail=32, keep="f32")
+    words = options_of(fmt)
+    assert words[words.index("--keep-layers") + 1] == "0=f32"
+
+
+@pytest.mark.parametrize("fmt", [CacheFormat(key="int8", value="int4", tail=128, keep_layers=1, keep="f32"),
+                                 CacheFormat(key="int4c", value="int4")], ids=str)  # fmt: skip
+def test_plans_share_prefixes_as_the_cache_does(fmt):
+    """Sealed runs are stored once, as far as the blocks of all groups are whole."""
+    spec, context, prefix, memory = ModelSpec.read("smollm2-135m"), 639, 600, 48 << 20
+    counted = plan(spec, format=fmt, cache_memory=memory, context=context, shared_prefix=prefix)
+    groups = groups_of(spec, fmt)
+    manager, users = CacheManager(groups, ArenaLayout.of(groups, memory)), 0
+    while True:
+        sequence = manager.begin(np.r_[np.arange(prefix), np.full(context - prefix, 1000 + users)])
+        while manager.reserve(sequence, 16, admit_chunk=None if sequence.begun else 16).granted:
+            manager.commit(sequence, sequence.length + sequence.in_flight)
+            if sequence.length == context:
+                break
+        else:
+            break
+        users += 1
+    assert counted.to_dict()["capacity"]["users"]["paged_prefix"] == users > counted.capacity.users_paged
+
+
+def test_cartridges_need_the_room_that_is_planned_for_them():
+    """They are whole runs, or end behind a window: nothing is taken for tokens that no query will see."""
+    fmt = CacheFormat(key="int4", value="int4", tail=32)
+    for model, memory in (("smollm2-135m", "24MiB"), ("gemma-3-1b", "40MiB")):
+        spec = ModelSpec.read(model)
+        counted = plan(spec, format=fmt, cache_memory=memory, context=32, cartridge=2048)
+        groups = groups_of(spec, fmt)
+        manager = CacheManager(groups, ArenaLayout.of(groups, int(memory[:2]) << 20))
+        key = PrefixKey(cartridge="made-up")
+        first = manager.pin(1024, key)
+        manager.filled(first)
+        manager.filled(whole := manager.pin(1024, key, behind=first))
+        manager.unpin(first)
+        assert counted.capacity.users_paged > 0
+        assert manager.held_bytes(whole) == allocated_bytes(groups, 2048) == counted.capacity.cartridge_bytes
+        manager.unpin(whole)
+        manager.clear()
+        assert manager.arena.free_slabs == manager.layout.num_slabs
+
+
+def test_other_engines_store_no_tail():
+    spec = ModelSpec.read("llama-3-8b")
+    for fmt, told in ((CacheFormat(key="fp8", value="fp8", tail=32), True), (CacheFormat(tail=32), False)):
+        notes = plan(spec, format=fmt, memory="24GiB", context=1000, engine="vllm").to_dict()["engine"]["notes"]
+        assert any("vllm stores all layers as fp8/fp8" in note for note in notes) == told
+
+
 @pytest.mark.parametrize("tail", [-16, 8, 2048, True, 1.5, "32"])
 def test_bad_tails_are_refused(tail):
     with pytest.raises(InputError, match=r"tail: .* a multiple of 16 up to 1024"):
@@ -298,6 +359,8 @@ def test_sealed_runs_of_real_models_are_not_pruned():
     engine = Engine(
         "smollm2-135m", memory="64MiB", format=CacheFormat(key="int8", value="int4", tail=32, keep_layers=1)
     )
+    # 28 layers of sealed runs and 2 as computed: all of them grow.
+    assert 0.9 < engine.cache_tokens * 3 * (28 * (68 + 36) + 2 * 256) / (64 << 20) < 1
     with pytest.raises(
         UnsupportedModel, match=r"h2o:0.5 could prune: runs that are sealed stay whole; leave out the tail"
     ):

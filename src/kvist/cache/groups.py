@@ -115,6 +115,11 @@ class Group:
         return self.lifetime in ("window", "chunk", "tail")
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether every token stays here: all of them from the first on, or once their run is sealed."""
+        return self.lifetime in ("full", "sealed")
+
+    @property
     def prunable(self) -> bool:
         """Whether tokens of a running sequence may be dropped: it keeps keys and values of all of them."""
         return self.lifetime == "full" and isinstance(self.layer, Attention) and self.layer.indexer is None

@@ -104,6 +104,13 @@ def pin(
     if behind is not None:
         sequence.tables = [table.copy() for table in behind.tables]
         sequence.given_back = list(behind.given_back)
+    # What no query behind the run sees has no block, nor is it filled.
+    unseen = [group.first_live_block(first + count) if group.gives_back else 0 for group in manager.groups]
+    for number, dead in enumerate(unseen):
+        table = sequence.tables[number]
+        sequence.given_back[number] = max(sequence.given_back[number], dead)
+        sequence.tables[number] = np.concatenate((table, np.full(max(0, dead - table.size), -1, np.int64)))
+        sequence.tables[number][:dead] = -1
     wanted = [
         group.all_blocks(first + count) - table.size
         for group, table in zip(manager.groups, sequence.tables, strict=True)

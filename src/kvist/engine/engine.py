@@ -193,7 +193,7 @@ class Engine:
     def cache_tokens(self) -> int:
         """Tokens of the full groups, or of the first where there is none, that the arena would hold at its fullest."""
         layout = self.cache.layout
-        full = [index for index, group in enumerate(self.groups) if group.lifetime == "full"] or [0]
+        full = [index for index, group in enumerate(self.groups) if group.keeps_all] or [0]
         blocks = [group.peak_blocks(self.max_context, 1) for group in self.groups]
 
         def fits(tokens: int) -> bool:

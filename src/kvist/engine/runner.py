@@ -80,7 +80,7 @@ class Runner:
             self.memories = [self._memory(number) for number in range(len(groups))]
         self.arena_bytes = self.arena.numel()
         # Windows have no shared runs, states no tokens; without a full group any order will do.
-        self.shared_group = next((n for n, group in enumerate(groups) if group.lifetime in ("full", "sealed")), None)
+        self.shared_group = next((n for n, group in enumerate(groups) if group.keeps_all), None)
         codecs = {codec for group in groups for codec in _codecs(group)}
         # Groups whose memory may have held bytes of another meaning: another codec's, or codes where scales are now.
         # Within one group every byte of a block keeps its meaning.

@@ -90,7 +90,7 @@ def _storage_notes(plan: Plan, engine: str, said: Mapping[str, str]) -> tuple[st
         told.pop("dtype", None)
     if {_WORDS.get(value, value) for value in told.values()} <= {plan.format.key, plan.format.value}:
         fmt = plan.format
-        if fmt.uniform and not fmt.rotates and fmt.state is None:
+        if fmt.uniform and not fmt.rotates and not fmt.plain.tail and fmt.state is None:
             return ()
         return (f"{engine} stores all layers as {fmt.key}/{fmt.value}; what is said outside its account is in {fmt}",)
     words = " and ".join(f"{key}={value}" for key, value in told.items())
@@ -116,7 +116,7 @@ def _kvist(plan: Plan, fit: Fit, settings: Mapping[str, Any] | None) -> EngineAc
         raise InputError(f"engine: kvist runs on one device, not on {machine.devices}", key="engine")
     if capacity is None:
         raise InputError(f"engine: {plan.spec.name} remembers nothing that a cache could hold", key="engine")
-    growing = next((index for index, group in enumerate(capacity.groups) if group.lifetime == "full"), 0)
+    growing = next((index for index, group in enumerate(capacity.groups) if group.keeps_all), 0)
     cache = capacity.cache_bytes
     return EngineAccount(
         name="kvist",

@@ -3,11 +3,13 @@
 Both answer the same two questions of the cache on a rank: does it hold so many, and how many does it hold.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
+from kvist.cache.prefix import unit_of
 from kvist.errors import DoesNotFit
 from kvist.planning.capacity import Capacity, capacity_of, most_that_fit
 from kvist.planning.cartridge import pinned_blocks
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 NO_LIMIT = 10**9
 
 
-_SHARING = ("full", "compressed")
+_SHARING = ("full", "compressed", "sealed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +131,13 @@ def capacity_at(cutting: Cutting, stage: Stage, cache: int, context: int) -> Cap
     )  # fmt: skip
 
 
-def shared_blocks(group: Group, tokens: int) -> int:
-    """Whole blocks of the first ``tokens`` that sequences can share in a group: none where they are given back."""
-    return tokens // group.block_tokens if group.lifetime in _SHARING else 0
+def shared_blocks(groups: Sequence[Group], tokens: int) -> tuple[int, ...]:
+    """Blocks of the first ``tokens`` that sequences can share in each group: none where they are given back.
+
+    Prefixes are shared as far as the blocks of all groups are whole.
+    """
+    whole = tokens - tokens % unit_of(groups) if groups else 0
+    return tuple(whole // group.block_tokens if group.lifetime in _SHARING else 0 for group in groups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +179,8 @@ class SameLength:
     def least(self, stage: Stage, users: int) -> int:
         """Bytes of blocks that so many need on a rank."""
         needed = 0
-        for group, pinned in zip(stage.groups, pinned_blocks(stage.groups, self.cutting.cartridge), strict=True):
-            once = shared_blocks(group, self.shared)
+        pins = pinned_blocks(stage.groups, self.cutting.cartridge)
+        for group, pinned, once in zip(stage.groups, pins, shared_blocks(stage.groups, self.shared), strict=True):
             needed += (pinned + once + users * (group.peak_blocks(self.context, 1) - once)) * group.block_bytes
         return needed
 
@@ -205,8 +211,8 @@ class SameLength:
         """Shared blocks are stored once; one sequence still computes its prompt, as :func:`capacity_of` has it."""
         chunk = min(min(group.block_tokens for group in stage.groups), self.context, self.cutting.chunk)
         counts = []
-        for group, pinned in zip(stage.groups, pinned_blocks(stage.groups, self.cutting.cartridge), strict=True):
-            once = shared_blocks(group, shared)
+        pins = pinned_blocks(stage.groups, self.cutting.cartridge)
+        for group, pinned, once in zip(stage.groups, pins, shared_blocks(stage.groups, shared), strict=True):
             own, last = group.peak_blocks(self.context, 1) - once, group.peak_blocks(self.context, chunk) - once
             counts.append(pinned + once + (users - 1) * own + last)
         return layout.slabs_for(counts) <= layout.num_slabs

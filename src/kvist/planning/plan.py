@@ -283,7 +283,7 @@ def format_notes(spec: ModelSpec, fmt: CacheFormat) -> tuple[str, ...]:
     kinds = {type(piece) for layer in spec.layers for piece in layer.stored}
     notes = []
     if fmt.key != fmt.value and kinds & {Latent, Compressed}:
-        notes.append(f"a latent is key and value in one and is stored in the key codec, {fmt.key}")
+        notes.append(f"a latent is key and value in one and is stored in the key codec, {fmt.plain.of_single.key}")
     if fmt.key == "fp8" and kinds & {Latent, Compressed}:
         notes.append("the rotary elements of a latent in fp8 are stored in bf16")
     if fmt.rotate and not any(fmt.of_layer(index, len(spec.layers)).rotates for index in range(len(spec.layers))):

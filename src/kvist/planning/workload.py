@@ -183,7 +183,7 @@ class _Priced:
 
 def shared_bytes(groups: Sequence[Group], tokens: int) -> int:
     """Bytes of the whole blocks of the first ``tokens`` that sequences can share."""
-    return sum(shared_blocks(group, tokens) * group.block_bytes for group in groups)
+    return sum(count * group.block_bytes for group, count in zip(groups, shared_blocks(groups, tokens), strict=True))
 
 
 def _most(fits: Callable[[int], bool], *, at_most: int) -> int:

@@ -85,7 +85,7 @@ def options_of(fmt: CacheFormat) -> tuple[str, ...]:
     words = ["--key", fmt.key, "--value", fmt.value]
     if fmt.rotates:
         words.append("--rotate")
-    if fmt.keep_layers:
+    if fmt.keep_layers or fmt.keep is not None:
         words += ["--keep-layers", f"{fmt.keep_layers}={fmt.keep or 'bf16'}"]
     for index, own in fmt.own.items():
         words += ["--layer-format", f"{index}={own.key}/{own.value}"]

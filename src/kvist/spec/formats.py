@@ -320,7 +320,8 @@ class CacheFormat:
 
     def computed_in(self, codec: str) -> "CacheFormat":
         """The same format as an engine that computes in this type has it: kept layers and tails are as they come."""
-        kept = self.keep_layers or self.tail or self.key_codec.run > 1
+        runs = any(fmt.key_codec.run > 1 for fmt in (self, *self.own.values()))
+        kept = self.keep_layers or self.tail or runs
         return replace(self, keep=codec) if kept and self.keep is None else self
 
     def require_layers(self, count: int, *, name: str = "the model") -> None:
