@@ -13,6 +13,7 @@ from kvist.cache.groups import groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
+from kvist.comparison.settings import Setting
 from kvist.errors import InputError, UnsupportedModel
 from kvist.kernels import cpu as cpu_module
 from kvist.kernels.cpu import PagedAttention
@@ -339,6 +340,13 @@ def test_cartridges_need_the_room_that_is_planned_for_them():
         manager.unpin(whole)
         manager.clear()
         assert manager.arena.free_slabs == manager.layout.num_slabs
+
+
+def test_a_tail_of_what_is_stored_as_computed_compares_nothing():
+    fmt = CacheFormat(tail=32)
+    assert Setting(format=fmt).computed_in("bf16").full
+    assert Setting(format=fmt).computed_in("f32").format == fmt
+    assert Setting(format=replace(fmt, state="f16")).computed_in("bf16").format is not None
 
 
 def test_other_engines_store_no_tail():

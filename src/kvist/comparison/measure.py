@@ -99,6 +99,7 @@ class Row:
             "setting": self.label,
             "format": f"{self.dtype}/{self.dtype}" if fmt is None else f"{fmt.key}/{fmt.value}",
             "rotate": fmt is not None and fmt.rotates,
+            "tail": 0 if fmt is None else fmt.plain.tail,
             "evict": self.setting.evict,
             "cartridge": self.setting.cartridge,
             "bytes_per_token": round(self.bytes_per_token, 2),

@@ -36,8 +36,10 @@ class Setting:
 
     def computed_in(self, dtype: str) -> "Setting":
         """The same; a format that is the type of computation is none."""
-        plain = CacheFormat(key=dtype, value=dtype)
-        return replace(self, format=None) if self.format == plain else self
+        fmt = self.format
+        # With a tail too: what is sealed would be what it was.
+        whole = fmt is not None and fmt.uniform and fmt.computed_in(dtype).plain == CacheFormat(key=dtype, value=dtype)
+        return replace(self, format=None) if whole else self
 
     def label(self, dtype: str) -> str:
         """In a few words; ``dtype`` is the type of computation."""
