@@ -32,7 +32,7 @@ Groups answer two questions: which of my blocks are dead at this position, and h
 reuse.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd, lcm
@@ -325,6 +325,12 @@ def groups_of(
         )
         for name, ((layer, plain), indices) in zip(names, members.items(), strict=True)
     )
+
+
+def unit_of(groups: Sequence[Group]) -> int:
+    """Tokens of which every shared prefix is a multiple: whole blocks of each group that stores tokens."""
+    paged = [group.block_tokens for group in groups if group.fixed_blocks is None]
+    return lcm(*paged) if paged else groups[0].block_tokens
 
 
 def cannot_prune(groups: Iterable[Group]) -> str:

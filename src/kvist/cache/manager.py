@@ -28,10 +28,10 @@ from kvist.cache.arena import Arena, Ids
 from kvist.cache.checkpointing import Checkpointing
 from kvist.cache.checkpoints import Checkpoint
 from kvist.cache.compaction import compact
-from kvist.cache.groups import Group
+from kvist.cache.groups import Group, unit_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.pinning import Pins, pin
-from kvist.cache.prefix import Match, PrefixKey, PrefixTree, unit_of
+from kvist.cache.prefix import Match, PrefixKey, PrefixTree
 from kvist.cache.reclaim import LRU, Order, order_of
 from kvist.cache.sequence import NO_BLOCKS, BlockCopy, Compaction, Fork, Reservation, Sequence
 from kvist.cache.snapshot import snapshot

@@ -18,21 +18,14 @@ each group's own. States have none: where a sequence can go on with them there i
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from math import lcm
 
 import numpy as np
 
 from kvist.cache.arena import Arena, Ids
 from kvist.cache.checkpoints import Checkpoints
-from kvist.cache.groups import ENDLESS, Group
+from kvist.cache.groups import ENDLESS, Group, unit_of
 from kvist.cache.reclaim import LRU, Node, Order, ReclaimQueue, Tokens
 from kvist.cache.tiers import TierStack
-
-
-def unit_of(groups: Sequence[Group]) -> int:
-    """Tokens of which every shared prefix is a multiple: whole blocks of each group that stores tokens."""
-    paged = [group.block_tokens for group in groups if group.fixed_blocks is None]
-    return lcm(*paged) if paged else groups[0].block_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

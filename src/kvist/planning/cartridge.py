@@ -5,8 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvist.cache.groups import Group
-from kvist.cache.prefix import unit_of
+from kvist.cache.groups import Group, unit_of
 from kvist.errors import InputError
 from kvist.spec.layers import Attention, Latent
 from kvist.spec.model import ModelSpec

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from kvist.cache.groups import Group
+from kvist.cache.groups import Group, unit_of
 from kvist.cache.layout import ArenaLayout
-from kvist.cache.prefix import unit_of
 from kvist.errors import DoesNotFit
 from kvist.planning.capacity import Capacity, capacity_of, most_that_fit
 from kvist.planning.cartridge import pinned_blocks

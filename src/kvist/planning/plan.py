@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvist.planning.weights import Weights
 
 # Left out of a row where a layer has none of it.
-_OPTIONAL = ("chunk", "indexer")
+_OPTIONAL = ("chunk", "indexer", "sealed", "tail")
 
 
 @dataclass(frozen=True, kw_only=True)
