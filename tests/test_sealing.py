@@ -165,7 +165,7 @@ class Scene:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_kernels(kind, data):
     """Prompts in pieces and decodes beside each other, whatever the run, block, heads and codecs."""
