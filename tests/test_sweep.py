@@ -223,8 +223,10 @@ def test_an_interrupt_ends_the_processes() -> None:
     """Ctrl-C says nothing, exits with 130, and leaves no process behind."""
     words = [*WORDS, "--requests", "100000", "--sweep", "policy=slab,paged", "--jobs", "2"]
     made = subprocess.Popen(
-        [sys.executable, "-m", "kvist", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    )
+        [sys.executable, "-m", "kvist", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        # Whoever runs the tests in a shell's background has it ignored, and children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     children = Path(f"/proc/{made.pid}/task/{made.pid}/children")
     until = time.monotonic() + 60
     # Two workers and what keeps track of their semaphores.

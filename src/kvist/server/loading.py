@@ -13,9 +13,11 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def ended_by_signals() -> Generator[None, None, None]:
     """Make SIGTERM and SIGINT end the program with exit code 0, wherever it is; afterwards they do nothing.
 
-    An event loop that handles the signals itself takes them over. To be used in the main thread.
+    Where an error ends it, nothing has been served, and they do what they did before. An event loop that handles the
+    signals itself takes them over. To be used in the main thread.
     """
     came = False
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
 
     def end(number: int, frame: FrameType | None) -> None:
         nonlocal came
@@ -29,8 +31,16 @@ def ended_by_signals() -> Generator[None, None, None]:
         signal.signal(number, end)
     try:
         yield
-    finally:
+    except Exception:
+        for number, handler in before.items():
+            # None where another library than Python's has set it.
+            if handler is not None:
+                signal.signal(number, handler)
+        raise
+    except BaseException:
         ignore_signals()
+        raise
+    ignore_signals()
 
 
 def ignore_signals() -> None:
