@@ -28,6 +28,7 @@ from kvist.cache.arena import Arena, Ids
 from kvist.cache.checkpointing import Checkpointing
 from kvist.cache.checkpoints import Checkpoint
 from kvist.cache.compaction import compact
+from kvist.cache.forking import fork
 from kvist.cache.groups import Group, unit_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.pinning import Pins, pin
@@ -428,58 +429,9 @@ class CacheManager:
         """A second sequence with the same tokens that shares every whole unit; None where memory lacks.
 
         The blocks of the last, partly filled unit are copied, and every state; the caller does the copies before
-        either goes on.
+        either goes on: :mod:`kvist.cache.forking`.
         """
-        length = sequence.length
-        if any(
-            table.size > group.all_blocks(length - gone)
-            for group, table, gone in zip(self.groups, sequence.tables, sequence.dropped, strict=True)
-        ):
-            raise ValueError("a sequence forks between steps, when nothing that it reserved is in flight")
-        wanted = [
-            table.size - max(gone, self._shareable(group, table, length, dropped))
-            for group, table, gone, dropped in zip(
-                self.groups, sequence.tables, sequence.given_back, sequence.dropped, strict=True
-            )
-        ]
-        if any(wanted) and not self.arena.could_take(wanted, [NO_BLOCKS] * len(self.groups)):
-            return None
-        twin = Sequence(sequence.known().copy(), sequence.key, len(self.groups))
-        twin.pruning, twin.pruned, twin.dropped = sequence.pruning, sequence.pruned, list(sequence.dropped)
-        twin.prompt_size, twin.apart = sequence.prompt_size, sequence.apart
-        twin.length, twin.published, twin.hit_tokens = (
-            sequence.length,
-            sequence.published,
-            sequence.hit_tokens,
-        )
-        twin.given_back = list(sequence.given_back)
-        twin.node, twin.begun, twin.room = sequence.node, sequence.begun, sequence.room
-        twin.parting, twin.pinned = sequence.parting, sequence.pinned
-        self.tree.hold(twin.node)
-        for group, table in enumerate(sequence.tables):
-            self.arena.share(group, table[sequence.given_back[group] : table.size - wanted[group]])
-            twin.tables[group] = table.copy()
-        self.free_up(wanted)
-        copies = []
-        for group, count in enumerate(wanted):
-            if count:
-                table = twin.tables[group]
-                sources = table[-count:].tolist()
-                table[-count:] = self.arena.take(group, count)
-                copies += [BlockCopy(group, *pair) for pair in zip(sources, table[-count:].tolist(), strict=True)]
-        return Fork(twin, copies)
-
-    def _shareable(self, group: Group, table: Ids, length: int, dropped: int) -> int:
-        """Leading blocks that are written to no more, and that twins which part will not both give the tree."""
-        match group.lifetime:
-            case "state":
-                return 0
-            case "cross":
-                return table.size
-            case _ if dropped:
-                return (length - dropped) // group.block_tokens
-            case _:
-                return length // self.unit_tokens * self.unit_tokens // group.block_tokens
+        return fork(self, sequence)
 
     # -- look -----------------------------------------------------------------------------------------------
 

@@ -20,41 +20,6 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Account:
-    """A request's memory at its end.
-
-    Attributes:
-        planned_bytes: what the plan's arithmetic gives for its length.
-        allocated_bytes: bytes of the blocks in its tables, shared ones included.
-        waste_bytes: of these, bytes that hold no token.
-        blocks: blocks in its tables, over all groups.
-        prefix_hit_tokens: prompt tokens found in the cache.
-        pruned_tokens: tokens that pruning has dropped.
-        cartridge_tokens: positions of the cartridge before the prompt; its blocks are among the others.
-    """
-
-    planned_bytes: int
-    allocated_bytes: int
-    waste_bytes: int
-    blocks: int
-    prefix_hit_tokens: int
-    pruned_tokens: int = 0
-    cartridge_tokens: int = 0
-
-    def to_dict(self) -> dict[str, int]:
-        """The JSON of ``kvist generate``."""
-        return {
-            "planned_bytes": self.planned_bytes,
-            "allocated_bytes": self.allocated_bytes,
-            "waste_bytes": self.waste_bytes,
-            "blocks": self.blocks,
-            "prefix_hit_tokens": self.prefix_hit_tokens,
-            "pruned_tokens": self.pruned_tokens,
-            "cartridge_tokens": self.cartridge_tokens,
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
 class Event:
     """A piece of an answer; the last one has a ``finish_reason``, the account and the timing."""
 
@@ -76,7 +41,7 @@ class Answer:
         tokens: generated token ids; an end-of-text token is the last of them.
         prompt_tokens: length of the prompt.
         finish_reason: ``stop``, ``length``, ``abort`` or ``error``.
-        account: as :class:`Account`, a dict.
+        account: as :class:`kvist.engine.account.Account`, a dict.
         timing: seconds: ``ttft`` from submission to the first token, ``prefill`` from the first step to it,
             ``decode`` from it to the last; and ``tokens_per_second`` of the decode.
         logprobs: one entry a token where they were asked for.

@@ -27,7 +27,8 @@ from kvist.cache.groups import DEFAULT_BLOCK_TOKENS, cannot_prune, groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
-from kvist.engine.answer import Account, Answer, Event, FinishReason
+from kvist.engine.account import Account
+from kvist.engine.answer import Answer, Event, FinishReason
 from kvist.engine.cartridges import Joined, Loaded, Shelf, names_of
 from kvist.engine.generation import Generation
 from kvist.engine.pruner import Pruner
@@ -37,7 +38,7 @@ from kvist.engine.tokenizer import Tokenizer
 from kvist.errors import DoesNotFit, EngineFailure, InputError, UnsupportedModel
 from kvist.model.families import network_of
 from kvist.model_files import locate
-from kvist.planning.capacity import DEFAULT_CHUNK, allocated_bytes, most_that_fit
+from kvist.planning.capacity import DEFAULT_CHUNK, most_that_fit
 from kvist.scheduler import Batch, Limits, Request, Scheduler
 from kvist.spec.formats import CacheFormat
 from kvist.spec.known import KNOWN
@@ -469,7 +470,7 @@ class Engine:
     def _end(self, generation: Generation, event: Event) -> None:
         """A request is over: its account is taken, and its blocks go back before anyone hears of it."""
         request = generation.request
-        account = self._account(request)
+        account = Account.of(request, self.cache)
         self.scheduler.finish(request)
         self.pruner.forget(request.id)
         self._let_go(request)
@@ -487,24 +488,6 @@ class Engine:
                 # Whoever asked is gone; the others go on.
                 _log.exception("a listener of %s failed", generation.request.id)
                 self.abort(generation.request.id)
-
-    def _account(self, request: Request) -> Account:
-        sequence = request.sequence
-        waste = sum(
-            group.unfilled_bytes(
-                sequence.blocks(index) + sequence.given_back[index], sequence.length - sequence.dropped[index]
-            )
-            for index, group in enumerate(self.groups)
-        )
-        return Account(
-            planned_bytes=allocated_bytes(self.groups, sequence.length, pruned=sequence.pruned),
-            allocated_bytes=self.cache.held_bytes(sequence),
-            waste_bytes=waste,
-            blocks=sum(sequence.blocks(index) for index in range(len(self.groups))),
-            prefix_hit_tokens=request.first_hit_tokens or 0,
-            pruned_tokens=sequence.pruned,
-            cartridge_tokens=sequence.pinned,
-        )
 
     def _apply_aborts(self) -> None:
         for request_id in self._aborts & self._generations.keys():
