@@ -34,7 +34,8 @@ from kvist.cartridges.make import Study, make
 from kvist.cartridges.self_study import Item, Writer
 from kvist.cartridges.student import Student
 from kvist.cartridges.training import Lesson, Progress, Settings, Training, batch_of
-from kvist.engine.engine import Engine, with_weights
+from kvist.engine.engine import Engine
+from kvist.engine.loading import with_weights
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
 from kvist.store.cartridge_file import load

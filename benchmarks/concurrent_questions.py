@@ -32,7 +32,8 @@ from kvist.cartridges.evaluation import made_questions
 from kvist.cartridges.self_study import Writer
 from kvist.cartridges.student import Student, to_cache
 from kvist.engine.answer import Answer
-from kvist.engine.engine import Engine, with_weights
+from kvist.engine.engine import Engine
+from kvist.engine.loading import with_weights
 from kvist.engine.sampler import SamplingParams
 from kvist.errors import DoesNotFit
 from kvist.model.fingerprints import model_digest, rotary_positions

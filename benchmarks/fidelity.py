@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from kvist.engine.engine import with_weights
+from kvist.engine.loading import with_weights
 from kvist.engine.tokenizer import Tokenizer
 from kvist.evaluate import drift
 from kvist.spec.fidelity import Fidelity, read_measured

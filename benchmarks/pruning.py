@@ -35,15 +35,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from kvist.batch import Chunk, Request
 from kvist.cache.groups import groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
-from kvist.engine.engine import best_dtype, with_weights
+from kvist.engine.loading import best_dtype, with_weights
 from kvist.engine.pruner import Pruner
 from kvist.engine.runner import Runner
 from kvist.engine.tokenizer import Tokenizer
 from kvist.kernels.pruning import SCORES, Observed
-from kvist.scheduler import Chunk, Limits, Request, Scheduler
+from kvist.scheduler import Limits, Scheduler
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
 from kvist.spec.pruning import METHODS, Method, Pruning

@@ -18,6 +18,7 @@ from served import Served, Session
 from served_formats import rotated_of
 from torch import Tensor
 
+from kvist.batch import Request
 from kvist.cache.sequence import Compaction
 from kvist.engine import pruner as pruner_module
 from kvist.engine.pruner import Pruner
@@ -25,7 +26,6 @@ from kvist.kernels.hadamard import hadamard
 from kvist.kernels.pruning import Observed, select
 from kvist.kernels.reference import read_sequence
 from kvist.planning.capacity import allocated_bytes
-from kvist.scheduler import Request
 from kvist.spec.pruning import Pruning
 
 ROOM = 1024

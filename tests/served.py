@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvist.batch import Request
 from kvist.cache.groups import Group, groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
 from kvist.engine.runner import Runner
 from kvist.planning.capacity import allocated_bytes
-from kvist.scheduler import Limits, Request, Scheduler
+from kvist.scheduler import Limits, Scheduler
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
 

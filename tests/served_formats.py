@@ -16,10 +16,10 @@ import torch
 from served import Served, Session, oracle_logits
 from torch import Tensor
 
+from kvist.batch import Batch, Chunk, Request
 from kvist.cache.groups import Group
 from kvist.kernels.hadamard import hadamard
 from kvist.kernels.reference import read_sequence
-from kvist.scheduler import Batch, Chunk, Request
 
 # Half a step, as a part of the largest number of a vector, and what rounding the scale adds.
 STEPS = {

@@ -15,11 +15,11 @@ import gguf
 import pytest
 import torch
 
+from kvist.batch import Batch
 from kvist.cache.groups import Group
 from kvist.engine import runner
 from kvist.engine.engine import Engine
 from kvist.model.decoder import Decoder
-from kvist.scheduler import Batch
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
 

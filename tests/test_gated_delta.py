@@ -124,7 +124,7 @@ def test_a_whole_chunk_before_one_that_decodes(tmp_path: Path) -> None:
     from served import Session, build, oracle_logits, prompts_of
     from served_delta import CASES
 
-    from kvist.scheduler import Batch, Chunk, Request
+    from kvist.batch import Batch, Chunk, Request
 
     served = build(CASES["qwen3.5"], tmp_path)
     manager = Session(served).manager

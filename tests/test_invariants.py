@@ -18,6 +18,7 @@ import torch
 import transformers
 from tiny_tokenizers import byte_level, write_directory
 
+from kvist.batch import Batch, Chunk, Request
 from kvist.cache.arena import ArenaLayout
 from kvist.cache.groups import groups_of
 from kvist.cache.manager import CacheManager
@@ -27,7 +28,7 @@ from kvist.engine.loop import EngineLoop
 from kvist.engine.sampler import SamplingParams
 from kvist.errors import DoesNotFit, EngineFailure, InputError, UnsupportedModel
 from kvist.planning.planner import plan
-from kvist.scheduler import Batch, Chunk, Limits, Request, Scheduler
+from kvist.scheduler import Limits, Scheduler
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Attention
 from kvist.spec.model import ModelSpec

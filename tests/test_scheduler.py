@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvist.batch import Batch
 from kvist.cache.arena import ArenaLayout
 from kvist.cache.groups import Group
 from kvist.cache.manager import CacheManager
 from kvist.errors import DoesNotFit, InputError
-from kvist.scheduler import Batch, Limits, Scheduler
+from kvist.scheduler import Limits, Scheduler
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Attention
 

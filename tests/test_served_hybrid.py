@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from served import VOCAB, Case, Served, Session, build, open_saved, oracle_logits, prompts_of
 
+from kvist.batch import Request
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
 from kvist.errors import DoesNotFit
 from kvist.planning.capacity import allocated_bytes
-from kvist.scheduler import Limits, Request, Scheduler
+from kvist.scheduler import Limits, Scheduler
 
 pytest.importorskip("transformers")
 

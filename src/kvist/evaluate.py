@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvist.batch import Chunk, Request
 from kvist.cache.groups import groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
 from kvist.engine.runner import Runner
 from kvist.errors import InputError
-from kvist.scheduler import Chunk, Request
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
 

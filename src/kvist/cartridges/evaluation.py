@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvist.batch import Batch, Chunk, Request
 from kvist.cache.sequence import Sequence as Stored
 from kvist.cartridges.self_study import Writer, template_items
 from kvist.cartridges.teacher import Teacher
 from kvist.engine.cartridges import Joined, Loaded
 from kvist.engine.engine import Engine
 from kvist.errors import BadFile, DoesNotFit, InputError
-from kvist.scheduler import Batch, Chunk, Request
 from kvist.spec.pruning import METHODS, Pruning
 
 _CHUNK = 512

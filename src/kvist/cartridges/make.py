@@ -11,7 +11,8 @@ from kvist.cartridges.self_study import Item, Writer, sentences, template_items,
 from kvist.cartridges.student import Student, to_cache
 from kvist.cartridges.teacher import Teacher
 from kvist.cartridges.training import Lesson, Progress, Settings, Training
-from kvist.engine.engine import Engine, best_dtype, with_weights
+from kvist.engine.engine import Engine
+from kvist.engine.loading import best_dtype, with_weights
 from kvist.errors import DoesNotFit, InputError
 from kvist.model.fingerprints import model_digest, rotary_positions
 from kvist.spec.model import ModelSpec

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvist.batch import Batch, Chunk, Request
 from kvist.cache.prefix import PrefixKey
 from kvist.cartridges.distillation import Targets
 from kvist.cartridges.self_study import Item
 from kvist.engine.cartridges import Joined, Loaded
 from kvist.engine.engine import Engine
 from kvist.errors import DoesNotFit
-from kvist.scheduler import Batch, Chunk, Request
 
 # Tokens that are read at once.
 _CHUNK = 512

@@ -216,7 +216,8 @@ def run_eval(args: argparse.Namespace) -> int:
     from kvist.cartridges.evaluation import evaluate, made_questions, read_questions
     from kvist.cartridges.make import read_document
     from kvist.cartridges.self_study import Writer
-    from kvist.engine.engine import Engine, best_dtype
+    from kvist.engine.engine import Engine
+    from kvist.engine.loading import best_dtype
     from kvist.errors import InputError
     from kvist.store.cartridge_file import load
 

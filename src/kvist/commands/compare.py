@@ -105,7 +105,7 @@ def run_compare(args: argparse.Namespace) -> int:
         raise BadFile(f"{args.text}: is no text in UTF-8 (byte {error.start:,})", key="text") from error
 
     from kvist.comparison.compare import compare
-    from kvist.engine.engine import DEFAULT_MODEL
+    from kvist.engine.loading import DEFAULT_MODEL
     from kvist.spec.model import ModelSpec
     from kvist.store.cartridge_file import load
 

@@ -14,7 +14,7 @@ from kvist.comparison.measure import ANSWER, Reference, Row, measure
 from kvist.comparison.questions import DEPTHS, Piece, asked_of, pieces_of
 from kvist.comparison.reader import Reader, stored_groups
 from kvist.comparison.settings import Setting
-from kvist.engine.engine import best_dtype, with_weights
+from kvist.engine.loading import best_dtype, with_weights
 from kvist.engine.runner import machine_memory
 from kvist.engine.tokenizer import Tokenizer
 from kvist.errors import DoesNotFit, InputError

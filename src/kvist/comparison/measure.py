@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvist.batch import Request
 from kvist.cartridges.evaluation import Question
 from kvist.comparison.questions import Fact, Piece
 from kvist.comparison.reader import Reader
 from kvist.comparison.settings import Setting
 from kvist.errors import InputError
-from kvist.scheduler import Request
 
 ANSWER = 32
 """Tokens by which the speed of decoding is measured, behind each piece."""

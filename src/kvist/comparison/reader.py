@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvist.batch import Chunk, Request
 from kvist.cache.groups import Group, groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
@@ -17,7 +18,7 @@ from kvist.engine.pruner import Pruner
 from kvist.engine.runner import Runner
 from kvist.engine.tokenizer import Tokenizer
 from kvist.errors import DoesNotFit
-from kvist.scheduler import Chunk, Limits, Request, Scheduler
+from kvist.scheduler import Limits, Scheduler
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
 from kvist.spec.pruning import Pruning

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from kvist.batch import Request
 from kvist.cache.manager import CacheManager
 from kvist.planning.capacity import allocated_bytes
-from kvist.scheduler import Request
 
 
 @dataclass(frozen=True, kw_only=True)

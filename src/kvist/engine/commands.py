@@ -12,7 +12,8 @@ from typing import Any
 
 from kvist.cli_values import cache_format, format_said
 from kvist.engine.answer import Answer, Event
-from kvist.engine.engine import Engine, best_dtype
+from kvist.engine.engine import Engine
+from kvist.engine.loading import best_dtype
 from kvist.engine.sampler import SamplingParams
 from kvist.errors import EngineFailure, UnsupportedModel
 from kvist.report.saving import Saving, print_saving

@@ -21,8 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from kvist.batch import Batch, Request
 from kvist.cache.groups import DEFAULT_BLOCK_TOKENS, cannot_prune, groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
@@ -31,17 +30,16 @@ from kvist.engine.account import Account
 from kvist.engine.answer import Answer, Event, FinishReason
 from kvist.engine.cartridges import Joined, Loaded, Shelf, names_of
 from kvist.engine.generation import Generation
+from kvist.engine.loading import DEFAULT_MODEL, DTYPES, best_dtype, with_weights
 from kvist.engine.pruner import Pruner
 from kvist.engine.runner import Runner
 from kvist.engine.sampler import Sampled, Sampler, SamplingParams
 from kvist.engine.tokenizer import Tokenizer
 from kvist.errors import DoesNotFit, EngineFailure, InputError, UnsupportedModel
 from kvist.model.families import network_of
-from kvist.model_files import locate
 from kvist.planning.capacity import DEFAULT_CHUNK, most_that_fit
-from kvist.scheduler import Batch, Limits, Request, Scheduler
+from kvist.scheduler import Limits, Scheduler
 from kvist.spec.formats import CacheFormat
-from kvist.spec.known import KNOWN
 from kvist.spec.model import ModelSpec
 from kvist.spec.pruning import Pruning
 from kvist.store.cartridge_file import Cartridge
@@ -50,34 +48,7 @@ from kvist.units import parse_size
 
 _log = logging.getLogger("kvist")
 
-DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_MEMORY = "512MiB"
-DTYPES = ("f32", "bf16", "f16")
-
-
-def best_dtype() -> str:
-    """``bf16`` where this machine multiplies bf16 matrices in hardware, else ``f32``."""
-    capable = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bf16" if capable else "f32"
-
-
-def with_weights(spec: ModelSpec) -> ModelSpec:
-    """The same model with its file on disk; a known name's is fetched.
-
-    Raises:
-        UnsupportedModel: it was read from a description without weights.
-        KvistError: it cannot be fetched.
-    """
-    if spec.path is not None:
-        return spec
-    # By its source, not by its name: a config.json may be called anything.
-    if spec.name not in KNOWN or spec.source != KNOWN[spec.name].source:
-        raise UnsupportedModel(
-            f"model: {spec.source} describes a model but holds no weights; name its directory with safetensors, or a "
-            f".gguf file",
-            key="model",
-        )
-    return replace(ModelSpec.read(locate(spec.name)), name=spec.name)
 
 
 class Engine:

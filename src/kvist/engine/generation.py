@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kvist.batch import Request
 from kvist.engine.answer import Event, FinishReason, TokenLogprob
 from kvist.engine.sampler import Sampled, Sampler, SamplingParams
 from kvist.engine.stream import StopMatcher
 from kvist.engine.tokenizer import Tokenizer
-from kvist.scheduler import Request
 
 
 class Generation:

@@ -15,12 +15,13 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from kvist.batch import Chunk, Request
 from kvist.cache.sequence import Sequence
 from kvist.engine.runner import Runner
 from kvist.kernels.attention import PagedMemory
 from kvist.kernels.cpu import PagedAttention
 from kvist.kernels.pruning import Observed, Weighing, select
-from kvist.scheduler import Chunk, Request, Scheduler
+from kvist.scheduler import Scheduler
 from kvist.spec.pruning import SLACK, PruningPlan
 from kvist.store.layouts import Index
 

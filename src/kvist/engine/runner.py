@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvist.batch import Batch, Chunk
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.sequence import BlockCopy, Compaction
@@ -28,7 +29,6 @@ from kvist.model.decoder import Decoder, Step
 from kvist.model.mixers.latent import LatentAttention
 from kvist.model.mixers.places import Observer, Plan
 from kvist.model.weights import dtype_named
-from kvist.scheduler import Batch, Chunk
 from kvist.spec.formats import CODECS, KEY_CODECS
 from kvist.spec.layers import Latent, State
 from kvist.spec.model import ModelSpec

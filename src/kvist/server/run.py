@@ -37,7 +37,8 @@ def serve(args: Namespace) -> int:
     """
     # First the address, which can fail at once, then the model, which takes seconds.
     with ended_by_signals(), bind(args.host, args.port) as listener:
-        from kvist.engine.engine import Engine, best_dtype
+        from kvist.engine.engine import Engine
+        from kvist.engine.loading import best_dtype
         from kvist.engine.loop import EngineLoop
 
         given = {

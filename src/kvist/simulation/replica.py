@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from kvist.batch import Batch, Chunk, Request
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
@@ -20,7 +21,7 @@ from kvist.cache.sequence import Sequence
 from kvist.cache.tier import Tier
 from kvist.cache.tiers import NO_TRAFFIC, Traffic
 from kvist.errors import DoesNotFit, InputError
-from kvist.scheduler import Batch, Chunk, Limits, Request, Scheduler
+from kvist.scheduler import Limits, Scheduler
 from kvist.simulation.clock import StepClock
 from kvist.simulation.future import Future
 from kvist.simulation.meter import Meter
