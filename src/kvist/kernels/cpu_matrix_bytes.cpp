@@ -21,13 +21,8 @@
 #include <cmath>
 #include <cstring>
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni"))), \
-                             apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni")
-#endif
-#include <immintrin.h>
+#define KVIST_VNNI
+#include "cpu_avx512_begin.h"
 
 #include "cpu_bytes.h"
 #include "cpu_matrix.h"
@@ -322,9 +317,7 @@ void multiply_bytes(const Matrix& m, const Team& team, const bf16* x, int rows, 
 
 }  // namespace kvist::avx512
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+#include "cpu_avx512_end.h"
 
 #else
 
