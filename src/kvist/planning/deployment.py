@@ -14,73 +14,32 @@ estimates and say where they come from; :attr:`Machine.overhead` replaces them b
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 from kvist.cache.groups import Group, groups_of
 from kvist.errors import DoesNotFit
 from kvist.hardware import Accelerator
 from kvist.planning.capacity import most_that_fit
+from kvist.planning.overhead import MAX_SAMPLED, Cost, activations_of, runtime_of, sampled_bytes, sampling_cost
 from kvist.planning.sharding import LayerRange, rank_spec, split_layers
 from kvist.planning.weights import Weights
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
-from kvist.spec.parameters import Inventory
-from kvist.units import counted, format_size
+from kvist.units import format_size
 
-_GIB = 2**30
-
-# Sequences that a step samples at most, the default limit of vLLM and of kvist's scheduler.
-MAX_SAMPLED = 256
-
-# Copies of a sequence's f32 logits at the peak of sampling. Llama-3-8B took 1.19 to 1.26 GiB for 256 sequences of
-# 128,256 logits, Qwen3-8B 1.45 GiB for 151,936: start-up logs of vLLM 0.6 to 0.8 ("PyTorch activation peak memory").
-_LOGIT_COPIES = 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """A part of a device's memory: how much, how it comes about, and whose numbers went in."""
-
-    what: str
-    size: int
-    formula: str
-    source: str
-
-
-def runtime_of(accelerator: Accelerator | None, devices: int) -> tuple[Cost, ...]:
-    """What driver, context, communication and graphs take of a device.
-
-    Nothing is known of a memory without a device, and nothing is set aside there.
-    """
-    if accelerator is None:
-        return ()
-    elsewhere = (
-        "" if accelerator.vendor == "NVIDIA" else f"; taken for {accelerator.vendor} too, of which none is published"
-    )
-    together = devices > 1
-    return (
-        Cost(
-            what="driver",
-            size=ceil(0.9 * _GIB),
-            formula="0.9 GiB that nvidia-smi counts and CUDA does not give",
-            source="0.4 to 0.9 GiB between the totals of both on T4, L4, A100, H100, RTX 4090, 5090, in public logs"
-            + elsewhere,
-        ),
-        Cost(
-            what="context",
-            size=ceil((3.58 if together else 1.79) * _GIB),
-            formula=f"{'3.58 GiB, several ranks' if together else '1.79 GiB'}: context, libraries, communication",
-            source="memory beside PyTorch's of Llama-3-8B on H100, one rank and two: vllm-project/vllm#10511"
-            + elsewhere,
-        ),
-        Cost(
-            what="graphs",
-            size=2 * MAX_SAMPLED * 2**20,
-            formula=f"2 MiB x {MAX_SAMPLED} sequences of the largest graph",
-            source="what SGLang sets aside for CUDA graphs" + elsewhere,
-        ),
-    )
+__all__ = [
+    "MAX_SAMPLED",
+    "Cost",
+    "Cutting",
+    "Deployment",
+    "Machine",
+    "Stage",
+    "activations_of",
+    "deploy",
+    "runtime_of",
+    "sampling_cost",
+    "stages_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +205,7 @@ class Deployment:
         """What a device of a stage holds beside weights and cache."""
         if self.machine.cache is not None:
             return ()
-        return (*stage.fixed, sampling_cost(stage, self.sampled)) if stage.sampled else stage.fixed
+        return (*stage.fixed, sampling_cost(stage.sampled, self.sampled)) if stage.sampled else stage.fixed
 
     def _all(self, of: Callable[[Stage], int]) -> int:
         return self.machine.replicas * self.machine.tp * sum(of(stage) for stage in self.stages)
@@ -280,7 +239,7 @@ def stages_of(spec: ModelSpec, weights: Weights | None, machine: Machine, *, cut
                     activations_of(inventory, part, machine.tp, chunk=cutting.chunk, width=_compute_bytes(weights)),
                     *runtime,
                 )
-                sampled = _sampled(inventory) if part.end == total else 0
+                sampled = sampled_bytes(inventory) if part.end == total else 0
         held, fmt = rank_spec(spec, part, machine.tp), cutting.fmt.within(part.first, part.end, total)
         stages.append(
             Stage(
@@ -296,61 +255,9 @@ def stages_of(spec: ModelSpec, weights: Weights | None, machine: Machine, *, cut
     return tuple(stages)
 
 
-def activations_of(inventory: Inventory, part: LayerRange, tp: int, *, chunk: int, width: int) -> Cost:
-    """What a step of ``chunk`` tokens holds at its peak, on a rank.
-
-    The residual and what is computed from it, and in the widest block the outputs of all its matrices and the product
-    that the last one reads: of an MLP, gate, up, their product and the output. Of experts, the chosen ones.
-    The formula gives 1.92 GiB for Qwen2.5-1.5B and 32,768 tokens where vLLM measured 2.02 GiB.
-
-    Args:
-        inventory: the model's shapes.
-        part: layers of the stage.
-        tp: ranks.
-        chunk: tokens of the step.
-        width: bytes of an element.
-    """
-    hidden = inventory.table.shape[1]
-    blocks: dict[tuple[str, int], int] = {}
-    for placed in inventory.stage(part.first, part.end):
-        tensor = placed.tensor
-        if not placed.layers or len(tensor.shape) != 2 or tensor.role not in ("linear", "router"):
-            continue
-        out, into = tensor.shape
-        share = tensor.share(out, 1 if tensor.rows else tp)
-        read = tensor.share(into, tp) if tensor.rows else 0
-        key = (tensor.block, placed.layers[0])
-        blocks[key] = blocks.get(key, 0) + tensor.used * (share + read)
-    (block, _), widest = max(blocks.items(), key=lambda entry: entry[1], default=(("", 0), 0))
-    return Cost(
-        what="activations",
-        size=chunk * width * (2 * hidden + widest),
-        formula=(
-            f"{counted(chunk, 'token')} x {width} B x "
-            f"(2 x {hidden:,} + {widest:,} of the widest block, {block or 'none'})"
-        ),
-        source="shapes; the peak of a step, within 6 % of start-up logs of vLLM",
-    )
-
-
-def _sampled(inventory: Inventory) -> int:
-    return inventory.table.shape[0] * 4 * _LOGIT_COPIES
-
-
 def _compute_bytes(weights: Weights) -> int:
     """Bytes of an element in which a network with these weights computes."""
     return 4 if set(weights.by_type) <= {"f32", "F32"} else 2
-
-
-def sampling_cost(stage: Stage, sequences: int) -> Cost:
-    """The part of a stage's overhead that sampling takes."""
-    logits = stage.sampled // (4 * _LOGIT_COPIES)
-    return Cost(
-        what="sampling",
-        size=sequences * stage.sampled,
-        formula=f"{counted(sequences, 'sequence')} x {logits:,} logits x 4 B x {_LOGIT_COPIES} copies",
-        source="peaks of sampling in start-up logs of vLLM",
-    )
 
 
 def deploy(
