@@ -9,7 +9,7 @@
 
 #include "cpu_avx512_begin.h"
 #include "cpu_avx512.h"
-#include "cpu_codecs.h"
+#include "cpu_encode.h"
 
 namespace kvist::avx512 {
 namespace {
