@@ -15,30 +15,23 @@ from kvist.batch import Batch, Chunk
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.sequence import BlockCopy, Compaction
+from kvist.engine.memories import Memory, memory_of, tails_of
 from kvist.errors import DoesNotFit
-from kvist.kernels.attention import PagedMemory
-from kvist.kernels.cpu import PagedAttention, attention_kernels
-from kvist.kernels.dense import Scores
-from kvist.kernels.latent import LatentMemory
+from kvist.kernels.cpu import attention_kernels
 from kvist.kernels.moving import move
-from kvist.kernels.portable import PortableAttention
 from kvist.kernels.sealing import SealedAttention, SealedMemory
 from kvist.kernels.sharing import sharing_order
 from kvist.kernels.spans import Span
 from kvist.model.decoder import Decoder, Step
-from kvist.model.mixers.latent import LatentAttention
 from kvist.model.mixers.places import Observer, Plan
 from kvist.model.weights import dtype_named
 from kvist.spec.formats import CODECS, KEY_CODECS
 from kvist.spec.layers import Latent, State
 from kvist.spec.model import ModelSpec
-from kvist.store.codecs import PLAIN
-from kvist.store.layouts import PagedKV, PagedLatents, Scratch, check_format
+from kvist.store.layouts import PagedKV, Scratch, check_format
 from kvist.store.states import StateSpan, StateStore
 from kvist.store.stores import store_of
 from kvist.units import format_size
-
-Memory = PagedMemory | PagedAttention | SealedMemory | SealedAttention | LatentMemory | StateStore
 
 _LARGE_PAGE = 2 * 2**20
 
@@ -76,8 +69,8 @@ class Runner:
             scratch = Scratch()
             self.stores = [store_of(self.arena, group, layout, n, scratch) for n, group in enumerate(groups)]
             self.groups = groups
-            self.tails = _tails_of(groups)
-            self.memories = [self._memory(number) for number in range(len(groups))]
+            self.tails = tails_of(groups)
+            self.memories = [memory_of(number, groups, self.stores, self.decoder) for number in range(len(groups))]
         self.arena_bytes = self.arena.numel()
         # Windows have no shared runs, states no tokens; without a full group any order will do.
         self.shared_group = next((n for n, group in enumerate(groups) if group.keeps_all), None)
@@ -152,41 +145,6 @@ class Runner:
                 source, target = (self._offset(copy.group, block) for block in (copy.source, copy.target))
                 self.arena[target : target + size] = self.arena[source : source + size]
 
-    def _memory(self, number: int) -> Memory | None:
-        """The group's memory as its layers see it: compiled kernels' where there are any and they can.
-
-        None of a tail, which is seen with the sealed runs of its layers.
-        """
-        group, store, decoder = self.groups[number], self.stores[number], self.decoder
-        if isinstance(store, StateStore):
-            return store
-        if group.lifetime == "tail":
-            return None
-        if isinstance(store, PagedLatents):
-            mixers = [decoder.network.blocks[layer].mixer for layer in group.layers]
-            (scale,) = {net.scale for net in mixers if isinstance(net, LatentAttention)}
-            return LatentMemory(store, Scores(scale=scale), decoder.dtype)
-        nets = [net for layer in group.layers for net in decoder.network.blocks[layer].attention]
-        (scores,) = {Scores(scale=net.scale, softcap=net.softcap) for net in nets}
-        (repeats,) = {net.heads // net.kv_heads for net in nets}
-        kernels = attention_kernels(decoder.dtype)
-        kind = PortableAttention if kernels is not None and kernels.name == "portable" else PagedAttention
-        suits = kind.suits(store, decoder.dtype, repeats) and (kind.sinks or not any(net.sinks for net in nets))
-        if number not in self.tails:
-            if kernels is not None and suits:
-                return kind(kernels, store, scores, repeats)
-            return PagedMemory(store, scores, decoder.dtype)
-        ordinal = self.tails[number]
-        tail = self.stores[ordinal]
-        assert isinstance(tail, PagedKV)
-        layers = [tail.group.layers.index(layer) for layer in group.layers]
-        # Kernels seal what lies there in the type that they compute in.
-        as_computed = decoder.dtype == PLAIN[tail.group.format.key] and kind.suits(tail, decoder.dtype, repeats)
-        if kernels is not None and suits and as_computed:
-            body, open_tail = (kind(kernels, each, scores, repeats) for each in (store, tail))
-            return SealedAttention(body, open_tail, layers)
-        return SealedMemory(store, tail, layers, scores, decoder.dtype)
-
     def _offset(self, group: int, block: int) -> int:
         slab, place = divmod(block, self.layout.blocks_per_slab[group])
         return slab * self.layout.slab_bytes + place * self.layout.block_bytes[group]
@@ -240,17 +198,6 @@ class Runner:
         if isinstance(memory, SealedAttention | SealedMemory):
             return memory.plan(spans, *tails)
         return memory.plan(spans)
-
-
-def _tails_of(groups: Sequence[Group]) -> dict[int, int]:
-    """The group that holds the tails of each group of sealed runs."""
-    return {
-        number: next(
-            n for n, other in enumerate(groups) if other.lifetime == "tail" and set(group.layers) <= set(other.layers)
-        )
-        for number, group in enumerate(groups)
-        if group.lifetime == "sealed"
-    }
 
 
 def _codecs(group: Group) -> set[str]:
