@@ -7,6 +7,8 @@
 #include <new>
 #include <vector>
 
+#include "cpu_team.h"
+
 namespace kvist {
 
 // bf16 values travel as their bits.
@@ -150,68 +152,6 @@ class Buffer {
     std::size_t bytes_ = 0;
 };
 
-// Runs `body()` on every thread of the team that the framework's own operators use.
-class Team {
-  public:
-    using Start = void (*)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel
-
-    // May be called while another thread runs: that run keeps the threads it began with.
-    void borrow(Start start, int threads) {
-        start_.store(start, std::memory_order_relaxed);
-        threads_.store(start == nullptr ? 1 : threads, std::memory_order_relaxed);
-    }
-
-    int threads() const { return threads_.load(std::memory_order_relaxed); }
-
-    // The body throws nothing but `std::bad_alloc`, which must not leave a borrowed thread: the caller gets it.
-    template <class Body>
-    void run(Body&& body) const {
-        const int threads = this->threads();
-        const Start start = start_.load(std::memory_order_relaxed);
-        if (threads == 1 || start == nullptr) {
-            body();
-            return;
-        }
-        struct Call {
-            Body* body;
-            std::atomic<bool> failed;
-        } call{&body, {false}};
-        start(
-            [](void* data) {
-                auto* call = static_cast<Call*>(data);
-                try {
-                    (*call->body)();
-                } catch (const std::bad_alloc&) {
-                    call->failed.store(true, std::memory_order_relaxed);
-                }
-            },
-            &call, static_cast<unsigned>(threads), 0);
-        if (call.failed.load(std::memory_order_relaxed)) throw std::bad_alloc();
-    }
-
-    // Runs `body(index)` for 0 … count - 1, `grain` indices at a time, in whatever order threads are free.
-    template <class Body>
-    void share(std::int64_t count, std::int64_t grain, Body&& body) const {
-        if (threads() == 1 || count <= grain) {
-            for (std::int64_t index = 0; index < count; ++index) body(index);
-            return;
-        }
-        std::atomic<std::int64_t> next{0};
-        run([&] {
-            for (;;) {
-                const std::int64_t begin = next.fetch_add(grain, std::memory_order_relaxed);
-                if (begin >= count) return;
-                const std::int64_t end = begin + grain < count ? begin + grain : count;
-                for (std::int64_t index = begin; index < end; ++index) body(index);
-            }
-        });
-    }
-
-  private:
-    std::atomic<Start> start_{nullptr};
-    std::atomic<int> threads_{1};
-};
-
 // One of the arrays of which a head's keys, or values, of a block are made; of it a token has equally spaced elements.
 struct RunPiece {
     std::int64_t offset;  // in the layer's part of a block: of the first head's
@@ -260,8 +200,9 @@ struct Matrix {
 namespace avx512 {
 
 // out = x W^T + bias: x [rows, inputs] dense; out [rows, outputs], half as wide where it is gated.
+// `next`, where it is there, is what will be multiplied with after this, and is asked for at the end.
 void multiply(const Matrix& m, const Team& team, bool amx, const bf16* x, std::int64_t rows, void* out,
-              const float* bias);
+              const float* bias, const Matrix* next = nullptr);
 
 // Stores the step's keys and values of one layer; arguments as of `attend`.
 void append(const Plan& plan, const Team& team, int slot, const bf16* kv, std::int64_t kv_stride);

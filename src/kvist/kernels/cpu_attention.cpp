@@ -487,7 +487,7 @@ class Job {
 void run_tasks(Plan& plan, const Team& team, bool amx, int slot, const bf16* q, std::int64_t q_stride, bf16* out) {
     const std::int64_t jobs = static_cast<std::int64_t>(plan.tasks.size());
     std::atomic<std::int64_t> next{0};
-    team.run([&] {
+    team.run([&](int) {
         Scratch& scratch = of_this_thread<Scratch>();
         // Few queries have tiles of their own.
         bool few = true;

@@ -39,15 +39,16 @@ class Job {
 
     void run(const bf16* q) {
         tiles_for(shape_.repeats * values_.rows());
-        scores_.pack(q);
-        std::memset(s_.out, 0, sizeof(float) * rows_ * shape_.dim);
-        std::memset(s_.sum, 0, sizeof(s_.sum));
-        for (float& highest : s_.max) highest = kHidden;
         const std::int64_t seen = plan_.segments[unit_.segment].seen[unit_.first_row];
         begin_ = unit_.first_key;
         if (plan_.window > 0) begin_ = std::max(begin_, seen - plan_.window + 1);
         end_ = std::min(unit_.end_key, seen + 1);
         const std::int64_t first = begin_ / kLanes * kLanes;
+        fetch(first);
+        scores_.pack(q);
+        std::memset(s_.out, 0, sizeof(float) * rows_ * shape_.dim);
+        std::memset(s_.sum, 0, sizeof(s_.sum));
+        for (float& highest : s_.max) highest = kHidden;
         Cursor here(blocks_, unit_, shape_.block_tokens, first);
         Cursor ahead(blocks_, unit_, shape_.block_tokens, first + kAhead * kKeys);
         // A head's outputs follow the next one's scores, of this pass or the next: by then the matrix unit need not
@@ -108,6 +109,20 @@ class Job {
     }
 
   private:
+    // Asks for what the first passes read, which no pass before them does.
+    void fetch(std::int64_t first) const {
+        const Fetch fetch(shape_);
+        Cursor cursor(blocks_, unit_, shape_.block_tokens, first);
+        for (int i = 0; i < kAhead; ++i) {
+            Pass pass{};
+            while (pass.ahead_parts < kParts && cursor.next(end_, pass.ahead[pass.ahead_parts])) ++pass.ahead_parts;
+            for (int head = head_; head < head_ + heads_; ++head) {
+                for (int part = 0; part < pass.ahead_parts; ++part) fetch.keys(pass, part, shape_.key_run(head), 0, 1);
+                for (int part = 0; part < pass.ahead_parts; ++part) fetch.values(pass, part, shape_.value_run(head));
+            }
+        }
+    }
+
     // P of a query from S; brings what was summed before to the new maximum. Keys that are not there are hidden.
     void softmax(const Pass& pass, int row, int turn) {
         const int start = static_cast<int>(std::max<std::int64_t>(0, begin_ - pass.first));

@@ -6,8 +6,14 @@
 
 namespace kvist {
 
-void Chain::run(const Team& team, bool amx, const std::vector<Plan*>& plans, const std::vector<const float*>& tables,
+void Chain::run(const Team& threads, bool amx, const std::vector<Plan*>& plans, const std::vector<const float*>& tables,
                 bf16* stream, bf16* change, bf16* kept, std::int64_t rows, std::int64_t count) {
+    threads.together([&](const Team& team) { run_layers(team, amx, plans, tables, stream, change, kept, rows, count); });
+}
+
+void Chain::run_layers(const Team& team, bool amx, const std::vector<Plan*>& plans,
+                       const std::vector<const float*>& tables, bf16* stream, bf16* change, bf16* kept,
+                       std::int64_t rows, std::int64_t count) {
     const bf16* late = nullptr;  // what is still to be added to the stream, and the norm that it goes through first
     const float* after = nullptr;
     const auto reserve = [rows](Buffer& buffer, std::int64_t width) {
@@ -22,7 +28,7 @@ void Chain::run(const Team& team, bool amx, const std::vector<Plan*>& plans, con
         bf16* mixed = reserve(mixed_, queries);
         bf16* inner = reserve(inner_, layer.down->inputs);
         avx512::add_norm(team, stream, late, after, layer.before_mixer, normed, rows, hidden, layer.mixer_eps);
-        avx512::multiply(*layer.qkv, team, amx, normed, rows, projected, layer.qkv_bias);
+        avx512::multiply(*layer.qkv, team, amx, normed, rows, projected, layer.qkv_bias, layer.output);
         avx512::rotate(team, projected, rows, width, layer.queries + layer.kv_heads, layer.dim, tables[2 * layer.rope],
                        tables[2 * layer.rope + 1], layer.heads, layer.heads_eps);
         avx512::spread(team, projected + layer.spread_begin * layer.dim, rows, width,
@@ -32,10 +38,11 @@ void Chain::run(const Team& team, bool amx, const std::vector<Plan*>& plans, con
         avx512::attend(*plans[layer.group], team, amx, layer.slot, projected, width, projected + queries, width, mixed);
         if (layer.turns_back)
             avx512::spread(team, mixed, rows, queries, layer.queries, layer.dim, layer.spread);
-        avx512::multiply(*layer.output, team, amx, mixed, rows, change, layer.output_bias);
+        avx512::multiply(*layer.output, team, amx, mixed, rows, change, layer.output_bias, layer.gate_up);
         avx512::add_norm(team, stream, change, layer.after_mixer, layer.before_mlp, normed, rows, hidden, layer.mlp_eps);
-        avx512::multiply(*layer.gate_up, team, amx, normed, rows, inner, layer.gate_up_bias);
-        avx512::multiply(*layer.down, team, amx, inner, rows, change, layer.down_bias);
+        avx512::multiply(*layer.gate_up, team, amx, normed, rows, inner, layer.gate_up_bias, layer.down);
+        avx512::multiply(*layer.down, team, amx, inner, rows, change, layer.down_bias,
+                         index + 1 < count ? layers[static_cast<std::size_t>(index + 1)].qkv : nullptr);
         late = change;
         after = layer.after_mlp;
     }

@@ -37,6 +37,10 @@ class Chain {
              bf16* stream, bf16* change, bf16* kept, std::int64_t rows, std::int64_t count);
 
   private:
+    void run_layers(const Team& team, bool amx, const std::vector<Plan*>& plans,
+                    const std::vector<const float*>& tables, bf16* stream, bf16* change, bf16* kept, std::int64_t rows,
+                    std::int64_t count);
+
     Buffer normed_, projected_, mixed_, inner_;
 };
 

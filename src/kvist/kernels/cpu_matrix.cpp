@@ -261,7 +261,7 @@ void product(const Matrix& m, const Team& team, const bf16* x, std::int64_t rows
     const std::int64_t groups = std::min(panels, rounds * team.threads());
     const std::size_t decoded = m.bits == 16 || rows <= kPanel ? 0 : (panels + groups - 1) / groups * m.inputs * kPanel * 2;
     std::atomic<std::int64_t> next{0};
-    team.run([&] {
+    team.run([&](int) {
         Work& mine = of_this_thread<Work>();
         mine.panels.reserve(decoded);
         if (kAmx) tiles_begin();
@@ -283,10 +283,10 @@ void product(const Matrix& m, const Team& team, const bf16* x, std::int64_t rows
 }  // namespace
 
 void multiply(const Matrix& m, const Team& team, bool amx, const bf16* x, std::int64_t rows, void* out,
-              const float* bias) {
+              const float* bias, const Matrix* next) {
     if (rows == 0) return;  // which tiles cannot have
     if (amx && m.bits != 16 && rows <= kFewBytes)
-        multiply_bytes(m, team, x, static_cast<int>(rows), out, bias);
+        multiply_bytes(m, team, x, static_cast<int>(rows), out, bias, next);
     else if (amx && m.bits == 4 && rows <= kFew)
         multiply_few(m, team, x, static_cast<int>(rows), out, bias);
     else if (amx)
@@ -304,7 +304,7 @@ void multiply(const Matrix& m, const Team& team, bool amx, const bf16* x, std::i
 #include <stdexcept>
 
 namespace kvist::avx512 {
-void multiply(const Matrix&, const Team&, bool, const bf16*, std::int64_t, void*, const float*) {
+void multiply(const Matrix&, const Team&, bool, const bf16*, std::int64_t, void*, const float*, const Matrix*) {
     throw std::logic_error("built without AVX-512");
 }
 }  // namespace kvist::avx512

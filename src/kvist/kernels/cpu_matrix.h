@@ -13,7 +13,8 @@ constexpr std::int64_t kFew = 16;  // rows for which 4-bit weights are not decod
 constexpr std::int64_t kFewBytes = 8;  // rows for which codes are multiplied as bytes
 
 // Up to kFewBytes rows of 4- or 8-bit weights, on the matrix unit. x [rows, inputs].
-void multiply_bytes(const Matrix& m, const Team& team, const bf16* x, int rows, void* out, const float* bias);
+void multiply_bytes(const Matrix& m, const Team& team, const bf16* x, int rows, void* out, const float* bias,
+                    const Matrix* next);
 
 // Up to kFew rows of 4-bit weights, on the matrix unit. x [rows, inputs].
 void multiply_few(const Matrix& m, const Team& team, const bf16* x, int rows, void* out, const float* bias);

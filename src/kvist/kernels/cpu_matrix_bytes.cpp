@@ -126,48 +126,59 @@ struct Panel {
     }
 };
 
-// For kRows rows on the vector units: sums [kRows, 32].
+// For kRows rows on the vector units: sums [kRows, 32]. Sums of a step are kept in two parts, each half as long a chain of
+// sums that wait for one another. The higher codes of 4 bits stay where they lie, 16 times as large, and so does their
+// part, until it is whole.
 template <int kBits, int kBytes, int kRows>
 void multiply_by_vectors(const Matrix& m, std::int64_t index, const Inputs& in, float* out) {
     const Panel<kBits> panel(m, index);
     const std::int64_t steps = m.inputs / kStep;
-    const __m512i half = _mm512_set1_epi8(15), flip = _mm512_set1_epi8(-128);
+    const __m512i lower = _mm512_set1_epi8(15), upper = _mm512_set1_epi8(-16), flip = _mm512_set1_epi8(-128);
     __m512 sums[2][kRows];
     for (auto& of_rows : sums)
         for (__m512& sum : of_rows) sum = _mm512_setzero_ps();
     for (std::int64_t step = 0; step < steps; ++step) {
         const Factors* factors = in.factors + step * kRows;
         const std::int8_t* bytes = in.of<kBytes>(step, 0);
-        for (int side = 0; side < 2; ++side) {
-            const std::uint8_t* tile = panel.tile(step, side);
-            panel.fetch(step + kAhead, side);
-            __m512i products[kRows][kBytes];
+        for (int side = 0; side < 2; ++side) panel.fetch(step + kAhead, side);
+        __m512i parts[2][kRows][kBytes][2];  // of a step's sums
+        for (auto& of_rows : parts)
             for (int row = 0; row < kRows; ++row)
-                for (int i = 0; i < kBytes; ++i)
-                    products[row][i] = kBits == 8 ? _mm512_set1_epi32(factors[row].less[i]) : _mm512_setzero_si512();
-            const auto add = [&](__m512i codes, int word) {
-                for (int row = 0; row < kRows; ++row)
-                    for (int i = 0; i < kBytes; ++i) {
-                        std::int32_t four;
-                        std::memcpy(&four, bytes + (row * kBytes + i) * kStep + 4 * word, 4);
-                        products[row][i] = _mm512_dpbusd_epi32(products[row][i], codes, _mm512_set1_epi32(four));
-                    }
-            };
+                for (int i = 0; i < kBytes; ++i) {
+                    of_rows[row][i][0] =
+                        kBits == 8 ? _mm512_set1_epi32(factors[row].less[i]) : _mm512_setzero_si512();
+                    of_rows[row][i][1] = _mm512_setzero_si512();
+                }
+        const auto add = [&](int side, int part, __m512i codes, int word) {
+            for (int row = 0; row < kRows; ++row)
+                for (int i = 0; i < kBytes; ++i) {
+                    std::int32_t four;
+                    std::memcpy(&four, bytes + (row * kBytes + i) * kStep + 4 * word, 4);
+                    __m512i& sum = parts[side][row][i][part];
+                    sum = _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(four));
+                }
+        };
 #pragma GCC unroll 8
-            for (int j = 0; j < kBits; ++j) {
-                const __m512i words = _mm512_loadu_si512(tile + j * 64);
+        for (int j = 0; j < kBits; ++j)
+            for (int side = 0; side < 2; ++side) {
+                const __m512i words = _mm512_loadu_si512(panel.tile(step, side) + j * 64);
                 if constexpr (kBits == 4) {
-                    add(_mm512_and_si512(words, half), 2 * j);
-                    add(_mm512_and_si512(_mm512_srli_epi32(words, 4), half), 2 * j + 1);
+                    add(side, 0, _mm512_and_si512(words, lower), 2 * j);
+                    add(side, 1, _mm512_and_si512(words, upper), 2 * j + 1);
                 } else {
                     // These codes must not be negative: 128 more.
-                    add(_mm512_xor_si512(words, flip), j);
+                    add(side, j % 2, _mm512_xor_si512(words, flip), j);
                 }
             }
-            for (int row = 0; row < kRows; ++row)
-                sums[side][row] = panel.template add<kBytes>(tile, factors[row], sums[side][row],
-                                                             [&](int i) { return products[row][i]; });
-        }
+        for (int side = 0; side < 2; ++side)
+            for (int row = 0; row < kRows; ++row) {
+                const auto product = [&](int i) {
+                    const __m512i* of = parts[side][row][i];
+                    return _mm512_add_epi32(of[0], kBits == 4 ? _mm512_srai_epi32(of[1], 4) : of[1]);
+                };
+                sums[side][row] =
+                    panel.template add<kBytes>(panel.tile(step, side), factors[row], sums[side][row], product);
+            }
     }
     for (int row = 0; row < kRows; ++row)
         for (int side = 0; side < 2; ++side) _mm512_store_ps(out + row * kPanel + side * kLanes, sums[side][row]);
@@ -280,39 +291,45 @@ Inputs packed(const bf16* x, int rows, std::int64_t width) {
     return in;
 }
 
+// Asks for what a thread will read of a weight first: nothing before it would.
+void fetch(const Matrix& m, int place, int threads) {
+    const std::int64_t panels = m.outputs / kPanel, panel_bytes = m.inputs / kStep * 2 * m.tile_bytes;
+    const auto* from = reinterpret_cast<const char*>(m.data) + Ranges::begin(panels, place, threads) * panel_bytes;
+    const std::int64_t bytes = std::min(panel_bytes, kAhead * 2 * m.tile_bytes);
+    for (std::int64_t at = 0; at < bytes; at += 64) _mm_prefetch(from + at, _MM_HINT_T0);
+}
+
 template <int kBits, int kBytes>
-void multiply_panels(const Matrix& m, const Team& team, const bf16* x, int rows, void* out, const float* bias) {
+void multiply_panels(const Matrix& m, const Team& team, const bf16* x, int rows, void* out, const float* bias,
+                     const Matrix* next) {
     const std::int64_t panels = m.outputs / kPanel;
     const Inputs in = packed<kBits, kBytes>(x, rows, m.inputs);
-    const std::int64_t grain = std::max<std::int64_t>(1, std::min<std::int64_t>(8, panels / (8 * team.threads())));
-    std::atomic<std::int64_t> next{0};
-    team.run([&] {
+    Ranges ranges(panels, team.threads());
+    team.run([&](int place) {
         alignas(64) float sums[kFewBytes * kPanel];
         if (rows > kVectorRows) tiles_for(rows, kBytes);
-        for (;;) {
-            const std::int64_t first = next.fetch_add(grain, std::memory_order_relaxed);
-            if (first >= panels) break;
-            for (std::int64_t panel = first; panel < std::min(panels, first + grain); ++panel) {
-                if (rows == 1)
-                    multiply_by_vectors<kBits, kBytes, 1>(m, panel, in, sums);
-                else if (rows == 2)
-                    multiply_by_vectors<kBits, kBytes, 2>(m, panel, in, sums);
-                else
-                    multiply_by_tiles<kBits, kBytes>(m, panel, in, sums);
-                write(m, sums, panel, 0, rows, out, 0, bias);
-            }
-        }
+        ranges.run(place, [&](std::int64_t panel) {
+            if (rows == 1)
+                multiply_by_vectors<kBits, kBytes, 1>(m, panel, in, sums);
+            else if (rows == 2)
+                multiply_by_vectors<kBits, kBytes, 2>(m, panel, in, sums);
+            else
+                multiply_by_tiles<kBits, kBytes>(m, panel, in, sums);
+            write(m, sums, panel, 0, rows, out, 0, bias);
+        });
         if (rows > kVectorRows) tiles_end();
+        if (next != nullptr) fetch(*next, place, team.threads());
     });
 }
 
 }  // namespace
 
-void multiply_bytes(const Matrix& m, const Team& team, const bf16* x, int rows, void* out, const float* bias) {
+void multiply_bytes(const Matrix& m, const Team& team, const bf16* x, int rows, void* out, const float* bias,
+                    const Matrix* next) {
     if (m.result == Matrix::kFloat32)
-        (m.bits == 4 ? multiply_panels<4, 3> : multiply_panels<8, 3>)(m, team, x, rows, out, bias);
+        (m.bits == 4 ? multiply_panels<4, 3> : multiply_panels<8, 3>)(m, team, x, rows, out, bias, next);
     else
-        (m.bits == 4 ? multiply_panels<4, 2> : multiply_panels<8, 2>)(m, team, x, rows, out, bias);
+        (m.bits == 4 ? multiply_panels<4, 2> : multiply_panels<8, 2>)(m, team, x, rows, out, bias, next);
 }
 
 }  // namespace kvist::avx512
@@ -324,7 +341,7 @@ void multiply_bytes(const Matrix& m, const Team& team, const bf16* x, int rows, 
 #include <stdexcept>
 
 namespace kvist::avx512 {
-void multiply_bytes(const Matrix&, const Team&, const bf16*, int, void*, const float*) {
+void multiply_bytes(const Matrix&, const Team&, const bf16*, int, void*, const float*, const Matrix*) {
     throw std::logic_error("built without AVX-512");
 }
 }  // namespace kvist::avx512

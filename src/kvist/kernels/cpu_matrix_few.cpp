@@ -97,17 +97,11 @@ void multiply_few(const Matrix& m, const Team& team, const bf16* x, int rows, vo
             const bf16* at = x + row * m.inputs + step * kStep;
             sums[row * steps + step] = _mm512_reduce_add_ps(_mm512_add_ps(load(at), load(at + kLanes)));
         }
-    const std::int64_t grain = std::max<std::int64_t>(1, std::min<std::int64_t>(8, panels / (8 * team.threads())));
-    std::atomic<std::int64_t> next{0};
-    team.run([&] {
+    Ranges ranges(panels, team.threads());
+    team.run([&](int place) {
         Few& few = of_this_thread<Few>();
         tiles_begin(rows);
-        for (;;) {
-            const std::int64_t first = next.fetch_add(grain, std::memory_order_relaxed);
-            if (first >= panels) break;
-            for (std::int64_t panel = first; panel < std::min(panels, first + grain); ++panel)
-                few_rows(m, few, panel, x, rows, sums, out, bias);
-        }
+        ranges.run(place, [&](std::int64_t panel) { few_rows(m, few, panel, x, rows, sums, out, bias); });
         tiles_end();
     });
 }

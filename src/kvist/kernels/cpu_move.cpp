@@ -24,7 +24,7 @@ void move_kept(const Team& team, char* arena, std::int64_t layer_bytes, int laye
                const std::vector<std::int64_t>& to, const std::int64_t* kept, std::int64_t count) {
     const std::int64_t jobs = static_cast<std::int64_t>(layers) * kv_heads;
     std::atomic<std::int64_t> next{0};
-    team.run([&] {
+    team.run([&](int) {
         Buffer buffer;
         for (;;) {
             const std::int64_t job = next.fetch_add(1, std::memory_order_relaxed);

@@ -177,7 +177,9 @@ void make_plan(Plan& plan, const std::vector<Tables>& tables, const std::vector<
                (other.end_row - other.first_row) * (other.end_key - other.first_key);
     });
     for (std::size_t unit = 0; unit < plan.units.size(); ++unit) {
-        const int heads = heads_together(plan.units[unit].end_row - plan.units[unit].first_row, shape);
+        int heads = heads_together(plan.units[unit].end_row - plan.units[unit].first_row, shape);
+        // A lone task is cut in two: of one short sequence.
+        if (plan.units.size() == 1 && heads == shape.kv_heads) heads = (heads + 1) / 2;
         for (int head = 0; head < shape.kv_heads; head += heads)
             plan.tasks.push_back({static_cast<int>(unit), head, std::min(heads, shape.kv_heads - head)});
     }

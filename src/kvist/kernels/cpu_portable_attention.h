@@ -344,7 +344,7 @@ void attend(Plan& plan, const Team& team, const Call& call) {
                [&](std::int64_t index) { seal(plan, call, index); });
     const auto jobs = static_cast<std::int64_t>(plan.tasks.size());
     std::atomic<std::int64_t> next{0};
-    team.run([&] {
+    team.run([&](int) {
         for (;;) {
             const std::int64_t index = next.fetch_add(1, std::memory_order_relaxed);
             if (index >= jobs) break;

@@ -1,0 +1,87 @@
+// Threads that share work, told of every race: each index is taken once, each place by one thread, and what a thread
+// throws reaches who called. Prints how many indices the caller left to others; fails where anything is wrong.
+
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+#include <vector>
+
+#include "cpu_team.h"
+
+using kvist::Ranges;
+using kvist::Team;
+
+namespace {
+
+constexpr int kMostPlaces = 128;
+
+// Threads that come late, as those of a busy machine do.
+void start(void (*work)(void*), void* data, unsigned count, unsigned) {
+    std::vector<std::thread> others;
+    for (unsigned i = 1; i < count; ++i)
+        others.emplace_back([=] {
+            for (unsigned late = 0; late < i % 4; ++late) std::this_thread::yield();
+            work(data);
+        });
+    work(data);
+    for (std::thread& other : others) other.join();
+}
+
+struct Count {
+    long wrong = 0, by_others = 0;
+};
+
+void share_ranges(const Team& team, int threads, Count& count) {
+    const int size = std::rand() % 200;
+    std::vector<int> taken(size, 0), taker(size, 0);
+    std::vector<std::atomic<int>> there(kMostPlaces);
+    Ranges ranges(size, team.threads());
+    team.run([&](int place) {
+        if (place < 0 || place >= threads) std::abort();
+        there[place].fetch_add(1);
+        ranges.run(place, [&](std::int64_t index) {
+            ++taken[index];
+            taker[index] = place;
+        });
+    });
+    for (const auto& at : there) count.wrong += at.load() > 1;
+    for (int i = 0; i < size; ++i) {
+        count.wrong += taken[i] != 1;
+        count.by_others += taker[i] != 0;
+    }
+}
+
+void share_grains(const Team& team, Count& count) {
+    const int size = std::rand() % 200;
+    std::atomic<long> sum{0};
+    team.share(size, 1 + std::rand() % 5, [&](std::int64_t index) { sum.fetch_add(index); });
+    count.wrong += sum.load() != static_cast<long>(size) * (size - 1) / 2;
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+    const int threads = std::atoi(arguments[1]);
+    Team team;
+    team.borrow(start, threads);
+    Count count;
+    for (int round = 0; round < 24; ++round) {
+        const bool throws = round % 3 == 0;
+        bool thrown = false;
+        share_ranges(team, threads, count);
+        try {
+            team.together([&](const Team& inner) {
+                for (int piece = 0; piece < 24; ++piece) {
+                    share_ranges(inner, threads, count);
+                    share_grains(inner, count);
+                    if (throws && piece == 12) inner.run([](int) { throw std::bad_alloc(); });
+                }
+            });
+        } catch (const std::bad_alloc&) {
+            thrown = true;
+        }
+        count.wrong += thrown != throws;
+    }
+    std::printf("%ld\n", count.by_others);
+    return count.wrong != 0;
+}
