@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from cartridge_models import LLAMA, TEXT, reading_model
-from test_cartridge_serving import cartridge_of, engine_of
+from served_cartridges import cartridge_of, engine_of
 
 from kvist.cartridges.evaluation import Question, read_questions
 from kvist.cartridges.self_study import Writer

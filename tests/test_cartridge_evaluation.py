@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from cartridge_models import LLAMA, TEXT, reading_model
-from test_cartridge_serving import TOKENS, cartridge_of
+from served_cartridges import TOKENS, cartridge_of
 
 from kvist.cartridges.evaluation import evaluate, made_questions, read_questions
 from kvist.cartridges.self_study import Writer

@@ -8,22 +8,23 @@ import pytest
 import torch
 from cartridge_models import LLAMA, TEXT, reading_model
 from served import Case
-from server_checks import serving
-from test_cartridge_serving import (
+from served_cartridges import (
+    CASES,
     GREEDY,
     PROMPTS,
     asked,
     cartridge_of,
+    check_against_dense,
+    check_command,
     engine_of,
-    expected,
     finished,
+    llama,
     started,
     watched,
 )
-from test_cartridge_training import CASES
+from server_checks import serving
 
 from kvist.cartridges.student import Student, to_cache
-from kvist.cli import main
 from kvist.engine.loop import EngineLoop
 from kvist.engine.tokenizer import Tokenizer
 from kvist.errors import DoesNotFit, InputError, UnsupportedModel
@@ -32,6 +33,8 @@ from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
 from kvist.store.cartridge_file import Cartridge
 from kvist.store.states import StateStore
+
+__all__ = ["llama"]
 
 pytest.importorskip("transformers")
 
@@ -49,13 +52,6 @@ GPT2 = Case(model="GPT2LMHeadModel", config={"n_head": 4, "n_layer": 2, "n_embd"
 def network(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp(request.param)
     reading_model(directory, CASES.get(request.param, SCALED))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("llama")
-    reading_model(directory, LLAMA)
     return directory
 
 
@@ -86,14 +82,7 @@ def test_the_second_stands_as_if_read_behind_the_first(network: Path) -> None:
     behind = read_at(network, first.tokens, second.tokens)
     manifest = replace(first.manifest, tokens=first.tokens + second.tokens)
     both = Cartridge.of(manifest, {layer: torch.cat((part, behind[layer])) for layer, part in first.layers.items()})
-    logits = watched(engine)
-    for prompt in PROMPTS:
-        logits.clear()
-        (tokens,) = asked(engine, [prompt], ["first", "second"])
-        found = torch.cat(logits)
-        dense = expected(network, both, engine.tokenizer.encode(prompt, special=False), tokens)
-        assert (found - dense).abs().max() < 1e-4 * max(1.0, float(dense.abs().max()))
-        assert tokens == dense.argmax(1).tolist()
+    check_against_dense(engine, ["first", "second"], network, both)
 
 
 def test_order_counts_and_the_first_is_shared(llama: Path) -> None:
@@ -247,11 +236,7 @@ def test_commands_and_server_take_lists(llama: Path, tmp_path: Path, capsys: pyt
         cartridge_of(llama, seed=seed).save(path, engine.groups)
         engine.load_cartridge(path.stem, path)
     (before,) = asked(engine, PROMPTS[:1], ["a", "b"])
-    options = ["--dtype", "f32", "--memory", "8MiB", "--max-tokens", "8", "--temperature", "0", "--ignore-eos", "--raw"]
-    chosen = [option for path in paths for option in ("--cartridge", str(path))]
-    assert main(["generate", str(llama), PROMPTS[0], *options, *chosen, "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)["tokens"] == before
+    err = check_command(llama, paths, before, capsys)
     assert f"behind 96 tokens of {paths[0]} and {paths[1]}" in err
 
     loop = EngineLoop(engine)

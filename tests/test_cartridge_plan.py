@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from cartridge_models import reading_model
-from test_cartridge_serving import cartridge_of, engine_of
-from test_cartridge_training import CASES
+from served_cartridges import CASES, cartridge_of, engine_of
 
 from kvist.cli import main
 from kvist.engine.answer import Answer

@@ -1,60 +1,43 @@
 """Cartridges in an engine: what is computed behind them, who shares their blocks, and when these go back."""
 
-import json
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cartridge_models import LLAMA, TEXT, reading_model
+from cartridge_models import LLAMA, reading_model
+from served_cartridges import (
+    CASES,
+    GREEDY,
+    OPTIONS,
+    PROMPTS,
+    TOKENS,
+    asked,
+    cartridge_of,
+    check_against_dense,
+    check_command,
+    engine_of,
+    finished,
+    llama,
+    started,
+    watched,
+)
 from server_checks import CHAT, serving
-from test_cartridge_training import CASES
 
-from kvist.cartridges.student import Batch, Student, from_cache, to_cache
 from kvist.cli import main
 from kvist.engine.answer import Answer
-from kvist.engine.engine import Engine
 from kvist.engine.loop import EngineLoop
-from kvist.engine.sampler import SamplingParams
-from kvist.engine.tokenizer import Tokenizer
 from kvist.errors import BadFile, DoesNotFit, InputError
 from kvist.kernels.hadamard import hadamard
-from kvist.model.fingerprints import model_digest, rotary_positions
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
-from kvist.store.cartridge_file import Cartridge, Manifest, load
+from kvist.store.cartridge_file import Cartridge, load
 from kvist.store.layouts import Gathering
 
+__all__ = ["llama"]
+
 pytest.importorskip("transformers")
-
-TOKENS = 48
-PROMPTS = ["Who built it?", "When was the tower built, and by whom? Say it in one sentence.", "Who?"]
-GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-
-
-def cartridge_of(directory: Path, *, noise: float = 0.3, tokens: int = TOKENS, seed: int = 0) -> Cartridge:
-    """What the model makes of a text, moved at random as training would."""
-    spec = ModelSpec.read(directory)
-    tokenizer = Tokenizer.read(spec)
-    segments = Student(spec, "f32").read(tokenizer.encode(TEXT)[:tokens])
-    torch.manual_seed(seed)
-    layers = {layer: part + noise * torch.randn_like(part) for layer, part in to_cache(segments).items()}
-    manifest = Manifest(
-        model=spec.name,
-        model_digest=model_digest(spec),
-        tokenizer_digest=tokenizer.digest,
-        rope=rotary_positions(spec),
-        tokens=tokens,
-        frozen=1,
-        document="varde.txt",
-        document_digest=str(seed),
-        document_tokens=200,
-        seed=seed,
-        steps=0,
-    )
-    return Cartridge.of(manifest, layers)
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -64,73 +47,10 @@ def network(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return directory
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("llama")
-    reading_model(directory, LLAMA)
-    return directory
-
-
-def engine_of(directory: Path, **settings: Any) -> Engine:
-    return Engine(directory, **{"memory": "8MiB", "dtype": "f32", **settings})
-
-
-def watched(engine: Engine) -> list[torch.Tensor]:
-    """The logits of every step from now on."""
-    seen: list[torch.Tensor] = []
-    run: Callable[[Any], torch.Tensor] = engine.runner.run
-
-    def watch(batch: Any) -> torch.Tensor:
-        logits = run(batch)
-        seen.append(logits.clone())
-        return logits
-
-    engine.runner.run = watch  # type: ignore[method-assign]
-    return seen
-
-
-def started(engine: Engine, prompts: Sequence[str], cartridge: str | None, **more: Any) -> list[Answer]:
-    answers = []
-    for prompt in prompts:
-        ids = engine.tokenizer.encode(prompt, special=False)
-        answer = Answer(prompt_tokens=len(ids))
-        engine.submit(ids, GREEDY, cartridge=cartridge, on_event=answer.add, **more)
-        answers.append(answer)
-    return answers
-
-
-def finished(engine: Engine, answers: Sequence[Answer]) -> list[list[int]]:
-    while any(answer.finish_reason is None for answer in answers):
-        engine.step()
-    assert all(answer.finish_reason == "length" for answer in answers)
-    assert all(answer.account["planned_bytes"] == answer.account["allocated_bytes"] for answer in answers)
-    return [answer.tokens for answer in answers]
-
-
-def asked(engine: Engine, prompts: Sequence[str], cartridge: str | None, **more: Any) -> list[list[int]]:
-    return finished(engine, started(engine, prompts, cartridge, **more))
-
-
-def expected(directory: Path, cartridge: Cartridge, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """The dense student's logits before each token of an answer."""
-    student = Student(ModelSpec.read(directory), "f32")
-    rows = torch.arange(len(prompt) - 1, len(prompt) + len(answer) - 1)
-    with torch.no_grad():
-        batch = Batch(tokens=torch.tensor([[*prompt, *answer[:-1]]]), rows=rows)
-        return student.logits(from_cache(cartridge.layers), batch)
-
-
 def test_what_is_served_is_what_was_trained(network: Path) -> None:
     cartridge = cartridge_of(network)
     engine = engine_of(network, cartridges={"varde": cartridge})
-    logits = watched(engine)
-    for prompt in PROMPTS:
-        logits.clear()
-        (tokens,) = asked(engine, [prompt], "varde")
-        found = torch.cat(logits)
-        dense = expected(network, cartridge, engine.tokenizer.encode(prompt, special=False), tokens)
-        assert (found - dense).abs().max() < 1e-4 * max(1.0, float(dense.abs().max()))
-        assert tokens == dense.argmax(1).tolist()
+    check_against_dense(engine, "varde", network, cartridge)
 
 
 def test_many_share_one_copy_beside_ordinary_requests(network: Path) -> None:
@@ -349,14 +269,11 @@ def test_commands_and_server_take_files(llama: Path, tmp_path: Path, capsys: pyt
     assert load(path).digest == cartridge.digest
     engine.load_cartridge("varde", path)
     (before,) = asked(engine, PROMPTS[:1], "varde")
-    options = ["--dtype", "f32", "--memory", "8MiB", "--max-tokens", "8", "--temperature", "0", "--ignore-eos", "--raw"]
-    assert main(["generate", str(llama), PROMPTS[0], *options, "--cartridge", str(path), "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)["tokens"] == before
+    err = check_command(llama, [path], before, capsys)
     assert f"behind 48 tokens of {path}" in err
     assert main(["serve", str(llama), "--cartridge", f"a={path}", "--cartridge", f"a={path}", "--port", "0"]) == 2
     assert "two are called 'a'" in capsys.readouterr().err
-    assert main(["generate", str(llama), "x", *options, "--cartridge", str(llama / "config.json")]) == 2
+    assert main(["generate", str(llama), "x", *OPTIONS, "--cartridge", str(llama / "config.json")]) == 2
     assert "torn, or no cartridge" in capsys.readouterr().err
 
     loop = EngineLoop(engine)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from cartridge_models import LLAMA, TEXT, reading_model, taught
-from served import VOCAB, Case, build
-from served_latent import CASES as LATENT
+from served import VOCAB, build
+from served_cartridges import CASES
 
 from kvist.cartridges.distillation import Targets, divergence
 from kvist.cartridges.self_study import Writer, sentences, template_items, topics
@@ -24,26 +24,6 @@ from kvist.spec.model import ModelSpec
 pytest.importorskip("transformers")
 
 PREFIX = 16
-CASES = {
-    "llama": LLAMA,
-    # Caps, norms before and behind, windows shorter than the cartridge.
-    "gemma2": Case(
-        model="Gemma2ForCausalLM",
-        config={
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2,
-            "sliding_window": 12, "attn_logit_softcapping": 20.0,
-        },
-    ),
-    # Sinks; all experts of each token, as choosing leaps.
-    "gpt_oss": Case(
-        model="GptOssForCausalLM",
-        config={
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2,
-            "num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 12, "intermediate_size": 48,
-        },
-    ),
-    "deepseek-v3": LATENT["deepseek-v3"],
-}  # fmt: skip
 
 
 def tokens_of(*lengths: int, seed: int = 0) -> list[list[int]]:

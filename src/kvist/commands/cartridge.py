@@ -9,7 +9,7 @@ from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any
 
 from kvist import cli_values as values
-from kvist.commands.options import MODEL_HELP, add_command, add_format, add_json, check_place, print_json
+from kvist.commands.options import MODEL_HELP, add_command, add_dtype, add_format, add_json, check_place, print_json
 from kvist.commands.progress import Bar
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _add_train(parts: Any) -> None:
     command.add_argument(
         "--seed", type=values.whole(0, 2**63 - 1), default=0, metavar="N", help="of what is random (0)"
     )
-    command.add_argument("--dtype", choices=["f32", "bf16"], help="in which the network computes")
+    add_dtype(command, "f32", "bf16")
     command.add_argument("--memory", type=values.size, metavar="SIZE", help="for the teacher's cache (512MiB)")
     command.add_argument("--resume", action="store_true", help="go on from FILE.checkpoint")
     add_json(command)
@@ -109,7 +109,7 @@ def _add_eval(parts: Any) -> None:
     command.add_argument("--model", metavar="MODEL", help="for which it was made (as it says)")
     command.add_argument("--questions", metavar="FILE", help="JSON, a list of [question, answer] (made of sentences)")
     command.add_argument("--count", type=values.whole(1, 10**5), default=24, metavar="N", help="questions made (24)")
-    command.add_argument("--dtype", choices=["f32", "bf16"], help="in which the network computes")
+    add_dtype(command, "f32", "bf16")
     command.add_argument("--memory", type=values.size, metavar="SIZE", help="for each cache (512MiB)")
     add_format(command, default=None)
     add_json(command)

@@ -4,7 +4,15 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from kvist import cli_values as values
-from kvist.commands.options import MODEL_HELP, add_command, add_json, check_place, print_json
+from kvist.commands.options import (
+    MODEL_HELP,
+    add_cartridges,
+    add_command,
+    add_dtype,
+    add_json,
+    check_place,
+    print_json,
+)
 from kvist.commands.progress import Bar
 
 if TYPE_CHECKING:
@@ -43,13 +51,7 @@ def add_compare(commands: Any) -> None:
         metavar="METHOD",
         help="to compare, such as h2o:0.5; repeatable",
     )
-    command.add_argument(
-        "--cartridge",
-        action="append",
-        type=values.named_file,
-        metavar="NAME=FILE",
-        help="to compare, trained on the text; repeatable",
-    )
+    add_cartridges(command, help="to compare, trained on the text; repeatable")
     command.add_argument("--cross", action="store_true", help="each --format with each --evict and --cartridge besides")
     command.add_argument(
         "--questions",
@@ -69,7 +71,7 @@ def add_compare(commands: Any) -> None:
     command.add_argument(
         "--seed", type=values.whole(0, 2**63 - 1), default=0, metavar="N", help="of the facts that are hidden (0)"
     )
-    command.add_argument("--dtype", choices=["f32", "bf16", "f16"], help="in which the network computes")
+    add_dtype(command, "f32", "bf16", "f16")
     command.add_argument("--journal", metavar="FILE", help="keep rows there, and go on from those that it has")
     command.add_argument("--html", metavar="FILE", help="write a page with the front of fidelity against memory")
     command.add_argument("--plot", metavar="FILE", help="draw it as .png or .svg")

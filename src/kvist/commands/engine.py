@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from kvist import cli_values as values
-from kvist.commands.options import BLOCK, add_command, add_format, add_json, check_place
+from kvist.commands.options import BLOCK, add_cartridges, add_command, add_dtype, add_format, add_json, check_place
 from kvist.errors import InputError
 
 
@@ -74,19 +74,13 @@ def add_serve(commands: Any) -> None:
     )
     command.add_argument("--max-running", type=values.whole(1), metavar="N", help="requests that run at once")
     command.add_argument("--max-context", type=values.tokens(), metavar="N", help="longest sequence of a request")
-    command.add_argument(
-        "--cartridge",
-        type=values.named_file,
-        action="append",
-        metavar="NAME=FILE",
-        help="a trained cache that requests may name; repeatable",
-    )
+    add_cartridges(command, help="a trained cache that requests may name; repeatable")
     command.add_argument("--api-key", metavar="KEY", help="what clients must send; or the variable KVIST_API_KEY")
     _add_engine(command)
 
 
 def _add_engine(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--dtype", choices=["f32", "bf16", "f16"], help="in which the network computes")
+    add_dtype(command, "f32", "bf16", "f16")
     command.add_argument(
         "--memory", type=values.size, metavar="SIZE", help="for the cache alone; the weights come on top (512MiB)"
     )

@@ -68,6 +68,16 @@ def add_format(command: argparse.ArgumentParser, *, default: str | None, layers:
     )
 
 
+def add_dtype(command: argparse.ArgumentParser, *types: str) -> None:
+    """Add ``--dtype``, one of ``types``."""
+    command.add_argument("--dtype", choices=types, help="in which the network computes")
+
+
+def add_cartridges(command: argparse.ArgumentParser, *, help: str) -> None:
+    """Add ``--cartridge NAME=FILE``, which may be repeated."""
+    command.add_argument("--cartridge", type=values.named_file, action="append", metavar="NAME=FILE", help=help)
+
+
 def add_settings(command: argparse.ArgumentParser, *, help: str) -> None:
     """Add ``--set KEY=VALUE``, settings of an engine."""
     command.add_argument("--set", type=values.assumption, action="append", metavar="KEY=VALUE", help=help)

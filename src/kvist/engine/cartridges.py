@@ -39,27 +39,21 @@ _LONGEST_NAME = 128
 
 
 @dataclass(kw_only=True)
-class Loaded:
-    """A cartridge in the arena.
+class Pinned:
+    """What requests live on.
 
     Attributes:
-        name: by which requests ask for it.
-        cartridge: what was read.
         pin: holds its blocks.
         users: requests that live on it.
-        leaving: it was unloaded, and goes with its last user.
     """
 
-    name: str
-    cartridge: Cartridge
     pin: Sequence
     users: int = 0
-    leaving: bool = False
 
     @property
     def tokens(self) -> int:
         """Positions that it takes."""
-        return self.cartridge.tokens
+        return self.pin.pinned
 
     @property
     def placeholders(self) -> npt.NDArray[np.int32]:
@@ -68,30 +62,31 @@ class Loaded:
 
 
 @dataclass(kw_only=True)
-class Joined:
+class Loaded(Pinned):
+    """A cartridge in the arena.
+
+    Attributes:
+        name: by which requests ask for it.
+        cartridge: what was read.
+        leaving: it was unloaded, and goes with its last user.
+    """
+
+    name: str
+    cartridge: Cartridge
+    leaving: bool = False
+
+
+@dataclass(kw_only=True)
+class Joined(Pinned):
     """Several cartridges, one behind the other, that live requests name.
 
     Attributes:
         parts: in the order of their positions.
-        pin: holds their blocks.
         stored: whether those behind the first are in the arena yet.
-        users: requests that live on them.
     """
 
     parts: tuple[Loaded, ...]
-    pin: Sequence
     stored: bool = False
-    users: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """Positions that they take."""
-        return self.pin.pinned
-
-    @property
-    def placeholders(self) -> npt.NDArray[np.int32]:
-        """What stands for their tokens."""
-        return self.pin.tokens
 
 
 class Shelf:

@@ -278,7 +278,7 @@ def _decode_int4a(rows: tuple[Tensor, ...], half: int, out: Tensor) -> None:
 
 
 def _encode_int4c(x: Tensor, half: int) -> tuple[Tensor, ...]:
-    runs: Tensor = x.float().unflatten(-2, (-1, _SHARED["int4c"]))  # type: ignore[no-untyped-call]
+    runs = torch.unflatten(x.float(), -2, (-1, _SHARED["int4c"]))
     least, most = torch.aminmax(runs, dim=-2)
     # Of zeros of both signs either may come out as the least: it is stored as that without a sign.
     scales, minima = _f16((most - least) / 15), _f16(least) + 0
@@ -289,7 +289,7 @@ def _encode_int4c(x: Tensor, half: int) -> tuple[Tensor, ...]:
 def _decode_int4c(rows: tuple[Tensor, ...], half: int, out: Tensor) -> None:
     codes, shared = rows
     scales, minima = shared.float().unsqueeze(-2).chunk(2, dim=-1)
-    runs = _halves(codes, half).float().flatten(-2).unflatten(-2, (-1, _SHARED["int4c"]))  # type: ignore[no-untyped-call]
+    runs = torch.unflatten(_halves(codes, half).float().flatten(-2), -2, (-1, _SHARED["int4c"]))
     out.copy_(torch.addcmul(minima, runs, scales).flatten(-3, -2))
 
 
@@ -323,8 +323,7 @@ def _divisor(scales: Tensor) -> Tensor:
 
 def _cut(x: Tensor, *sizes: int) -> Tensor:
     """The last dimension as one of these sizes, and one of how many there are before them."""
-    cut: Tensor = x.unflatten(-1, (-1, *sizes))  # type: ignore[no-untyped-call]
-    return cut
+    return torch.unflatten(x, -1, (-1, *sizes))
 
 
 def _paired(codes: Tensor, half: int) -> Tensor:
