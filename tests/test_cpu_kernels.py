@@ -1,6 +1,8 @@
 """The C++ kernels against the references: attention read byte by byte from the arena, norms and rotation in float64."""
 
+import gc
 import re
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -364,6 +366,19 @@ def test_kernels_follow_the_threads_of_pytorch(kernels):
     finally:
         torch.set_num_threads(before)
     assert [threads for _, threads in asked] == [1, 3, 1]
+
+
+def test_a_plan_holds_what_it_reads(kernels):
+    """The kernels have addresses, which keep nothing: the plan must."""
+    scene = make_scene(group_of(key="bf16", value="bf16", dim=32, block_tokens=16, layers=1), [(20, 1)])
+    plan = PagedAttention(kernels, scene.store, Scores(scale=1.0, softcap=None), 1).plan(scene.spans)
+    store = weakref.ref(scene.store)
+    del scene
+    gc.collect()
+    assert store() is not None
+    del plan
+    gc.collect()
+    assert store() is None
 
 
 def test_engines_on_threads_of_their_own(kernels):

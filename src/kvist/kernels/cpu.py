@@ -342,7 +342,7 @@ class PagedAttention:
             sealed=np.empty(0, np.int64) if sealed is None else sealed.ravel(),
             drawn=[number for i, sums in drawn for number in (i, sums.data_ptr(), *sums.stride()[:2])],
         )
-        return self.plan_type(self.kernels, plan, [sums for _, sums in drawn])
+        return self.plan_type(self.kernels, plan, [self.store, *(sums for _, sums in drawn)])
 
     @property
     def plan_type(self) -> "type[PagedPlan]":
@@ -353,11 +353,11 @@ class PagedAttention:
 class PagedPlan:
     """What the queries of one step see in one group of layers; the same verb as :class:`AttentionPlan`."""
 
-    def __init__(self, kernels: Cpu, plan: Any, drawn: Sequence[Tensor]) -> None:
+    def __init__(self, kernels: Cpu, plan: Any, held: Sequence[object]) -> None:
         self.kernels = kernels
         self.plan = plan
-        # Written to by address.
-        self.drawn = drawn
+        # Read and written by address.
+        self.held = held
 
     def attend(self, slot: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Store a layer's new keys and values, then attend.
