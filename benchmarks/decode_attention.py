@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
-from kvist.engine.runner import _zeros
+from kvist.engine.machine import zeros
 from kvist.kernels.cpu import PagedAttention, cpu
 from kvist.kernels.dense import Scores
 from kvist.kernels.spans import Span
@@ -68,7 +68,7 @@ def ours(shape: tuple[int, int, int], sequences: int, context: int, fmt: tuple[s
     layout = ArenaLayout.of([group], (blocks + 16) * group.block_bytes)
     kernels = cpu()
     assert kernels is not None, "no C++ kernels here"
-    store = PagedKV(_zeros(layout.total_bytes), group, layout, 0, Scratch())
+    store = PagedKV(zeros(layout.total_bytes), group, layout, 0, Scratch())
     memory = PagedAttention(kernels, store, Scores(scale=dim**-0.5), repeats)
     ids = np.random.default_rng(0).permutation(layout.total_blocks(0))[:blocks].reshape(sequences, -1)
     fill(memory, ids, context - 1, layers, kv_heads, repeats, dim)

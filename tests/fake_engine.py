@@ -308,6 +308,7 @@ class FakeLoop:
             "bytes": {**sizes, "held": sizes["held"] - waste, "waste": waste},
             "groups": groups,
             "tree": self._tree(),
+            "tiers": [],
             "requests": [self._request(request, "running") for request in self._running]
             + [self._request(request, "waiting") for request in self._waiting],
             "counters": dict(self._counters),

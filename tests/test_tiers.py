@@ -17,7 +17,7 @@ from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
 from kvist.cache.sequence import Reservation, Sequence
 from kvist.cache.tier import Tier
-from kvist.cache.tiers import NO_TRAFFIC, Moved
+from kvist.cache.traffic import NO_TRAFFIC, Moved
 from kvist.errors import DoesNotFit, InputError
 from kvist.scheduler import Limits, Scheduler
 from kvist.spec.formats import CacheFormat

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from kvist.cache.sequence import BlockCopy, Sequence
-from kvist.cache.tiers import NO_TRAFFIC, Traffic
+from kvist.cache.sequence import Move, Sequence
+from kvist.cache.traffic import NO_TRAFFIC, Moved, Traffic
 
 
 class Request:
@@ -17,7 +17,8 @@ class Request:
         sequence: what it holds in the cache; ``sequence.tokens`` are its prompt and generated tokens.
         prompt_tokens: length of the prompt, and of what is pinned before it.
         max_tokens: most tokens to generate.
-        first_hit_tokens: prompt tokens found in the prefix tree when it was first admitted; None before.
+        first_hit_tokens: prompt tokens found in the prefix tree and the tiers when it was first admitted; None before.
+        first_loads: what of them was loaded from tiers.
         preemptions: times that it had to give its blocks back.
         lost_tokens: tokens that were stored when it last had to.
         arrived: when, in seconds since the epoch.
@@ -29,6 +30,7 @@ class Request:
         "alone",
         "arrived",
         "first_hit_tokens",
+        "first_loads",
         "id",
         "lost_tokens",
         "max_tokens",
@@ -44,6 +46,7 @@ class Request:
         self.prompt_tokens = sequence.size
         self.max_tokens = max_tokens
         self.first_hit_tokens: int | None = None
+        self.first_loads: tuple[Moved, ...] = ()
         self.preemptions = 0
         self.lost_tokens = 0
         self.arrived = time.time()
@@ -79,7 +82,7 @@ class Batch:
         decoding: requests of which the one token is computed that was sampled last; there may be more among the others.
         starts: the position of that token, for each.
         traffic: what moves between the device and its tiers before the step, or has moved since the last one.
-        copies: states to copy before the step, in order.
+        copies: states, and what goes to real tiers or comes from them: to copy before the step, in order.
     """
 
     others: list[Chunk]
@@ -87,7 +90,7 @@ class Batch:
     decoding: list[Request] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     traffic: Traffic = NO_TRAFFIC
-    copies: list[BlockCopy] = field(default_factory=list)
+    copies: list[Move] = field(default_factory=list)
 
     @cached_property
     def chunks(self) -> list[Chunk]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvist.errors import InputError
 
 if TYPE_CHECKING:
+    from kvist.cache.tier import Tier
     from kvist.spec.formats import CacheFormat
     from kvist.spec.pruning import Pruning
 
@@ -20,7 +21,7 @@ Reader = Callable[[str], Any]
 # Parameters in Python whose options are called otherwise.
 _OPTION_OF = {
     "block_tokens": "block", "settings": "set", "keep": "keep_layers", "layers": "layer_format",
-    "layer_formats": "layer_format",
+    "layer_formats": "layer_format", "tier_directory": "tier_dir",
 }  # fmt: skip
 _NEGATIVE = re.compile(r"-\.?[0-9].*", re.DOTALL)
 
@@ -103,6 +104,14 @@ def cache_format(args: argparse.Namespace, usual: str = "bf16") -> "CacheFormat"
         state=args.state,
         tail=getattr(args, "tail", 0),
     )
+
+
+@_typed
+def tier(text: str) -> "Tier":
+    """Memory behind the cache, and how much of it."""
+    from kvist.cache.tier import Tier
+
+    return Tier.parse_real(text)
 
 
 @_typed

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from kvist.batch import Batch, Chunk, Request
 from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
-from kvist.cache.sequence import BlockCopy, Compaction, Reservation, Sequence, append_each
-from kvist.cache.tiers import NO_TRAFFIC
+from kvist.cache.sequence import Compaction, Move, Reservation, Sequence, append_each
+from kvist.cache.traffic import NO_TRAFFIC
 from kvist.errors import DoesNotFit, InputError
 from kvist.planning.capacity import DEFAULT_CHUNK, allocated_bytes
 from kvist.spec.pruning import Pruning
@@ -257,7 +257,7 @@ class Scheduler:
         decoding: list[Request] = []
         starts: list[int] = []
         preempted: list[Request] = []
-        copies: list[BlockCopy] = []
+        copies: list[Move] = []
         budget = self.limits.max_batch_tokens
         sequences = [request.sequence for request in self.running]
         index = 0
@@ -279,6 +279,7 @@ class Scheduler:
                 if not self.running:
                     self._isolate(victim)
                 continue
+            copies += reservation.copies
             budget -= self._schedule(chunks, request, reservation.limit)
             index += 1
         # Who just had to go would be the first to come back, and go again.
@@ -304,6 +305,7 @@ class Scheduler:
             self._count_hit(request, reservation)
             copies += reservation.copies
             budget -= self._schedule(chunks, request, reservation.limit)
+        copies += self.manager.take_moves()
         tiers = self.manager.tiers
         return Batch(chunks, preempted, decoding, starts, tiers.take_traffic() if tiers else NO_TRAFFIC, copies)
 
@@ -342,6 +344,7 @@ class Scheduler:
         hit_tokens = reservation.hit_tokens
         if request.first_hit_tokens is None:
             hit_tokens -= request.sequence.pinned
+            request.first_loads = reservation.loads
             for load in reservation.loads:
                 self.tier_hit_tokens[load.tier] = self.tier_hit_tokens.get(load.tier, 0) + load.tokens
             request.first_hit_tokens = hit_tokens
@@ -362,8 +365,8 @@ class Scheduler:
         self.counters.preempted += 1
         self.waiting.appendleft(request)
 
-    def commit(self, batch: Batch) -> list[BlockCopy]:
-        """The step's keys and values are stored; returns the states to copy, in order, before the next step."""
+    def commit(self, batch: Batch) -> list[Move]:
+        """The step's keys and values are stored; returns what to copy, in order, before the next step."""
         return self.manager.commit_all(batch.sequences)
 
     def compact(self, request: Request) -> list[Compaction] | None:

@@ -26,7 +26,7 @@ class Checkpointing:
         unit = manager.unit_tokens
         self._every = -(-every // unit) * unit if every else None
 
-    def resume(self, sequence: Sequence, saved: Checkpoint) -> list[BlockCopy]:
+    def resume(self, sequence: Sequence, saved: Checkpoint) -> None:
         """Let a sequence go on from a checkpoint: with copies in its own blocks, or with the blocks themselves."""
         checkpoints = self._manager.tree.checkpoints
         if not sequence.tables[self._groups[0]].size:
@@ -34,20 +34,20 @@ class Checkpointing:
             for group, ids in zip(self._groups, blocks, strict=True):
                 sequence.tables[group] = ids
             checkpoints.give_back(blocks)
-            return []
+            return
         self._pass_by(saved)
         for group, ids in zip(self._groups, saved.blocks, strict=True):
             self._manager.arena.drop(group, ids)
-        return self._copies(saved.blocks, [sequence.tables[group] for group in self._groups])
+        self._copy(saved.blocks, [sequence.tables[group] for group in self._groups])
 
     def _pass_by(self, checkpoint: Checkpoint) -> None:
         """A second sequence has come to it: it belongs to neither, and others may come."""
         checkpoint.moves = False
         self._manager.tree.checkpoints.use(checkpoint, self._manager.tree.clock)
 
-    def _copies(self, sources: Seq[Ids], targets: Seq[Ids]) -> list[BlockCopy]:
-        """Of all blocks of the state groups."""
-        return [
+    def _copy(self, sources: Seq[Ids], targets: Seq[Ids]) -> None:
+        """All blocks of the state groups."""
+        self._manager.moves += [
             BlockCopy(group, source, target)
             for group, olds, news in zip(self._groups, sources, targets, strict=True)
             for source, target in zip(olds.tolist(), news.tolist(), strict=True)
@@ -74,7 +74,7 @@ class Checkpointing:
             or (self._every is not None and length % self._every == 0)
         )
 
-    def take(self, sequence: Sequence) -> list[BlockCopy]:
+    def take(self, sequence: Sequence) -> None:
         """Keep a copy of the states that a sequence has reached, if there is memory for it that nobody else uses."""
         checkpoints, length = self._manager.tree.checkpoints, sequence.length
         trailing = sequence.trailing
@@ -84,10 +84,10 @@ class Checkpointing:
         last = sequence.node
         if last is not None and last.end == length and last.checkpoint:
             self._pass_by(last.checkpoint)
-            return []
+            return
         blocks = checkpoints.strip(trailing) if trailing else self._blocks()
         if blocks is None:
-            return []
+            return
         sequence.trailing = None
         if trailing and last is not None and last.users == 1 and not last.children and last.end == sequence.published:
             self._manager.tree.lengthen(last, sequence.tokens, sequence.tables, length)
@@ -101,13 +101,13 @@ class Checkpointing:
         if node.checkpoint:
             self._pass_by(node.checkpoint)
             checkpoints.give_back(blocks)
-            return []
+            return
+        self._copy([sequence.tables[group] for group in self._groups], blocks)
         kept = checkpoints.put(node, blocks, self._manager.tree.clock, moves=moves)
         if moves:
             sequence.trailing = kept
         elif self._manager.tiers:
             self._manager.tiers.sealed(self._manager.tree, node)
-        return self._copies([sequence.tables[group] for group in self._groups], blocks)
 
     def _blocks(self) -> list[Ids] | None:
         checkpoints = self._manager.tree.checkpoints

@@ -49,7 +49,7 @@ def fork(manager: "CacheManager", sequence: Sequence) -> Fork | None:
             sources = table[-count:].tolist()
             table[-count:] = manager.arena.take(group, count)
             copies += [BlockCopy(group, *pair) for pair in zip(sources, table[-count:].tolist(), strict=True)]
-    return Fork(twin, copies)
+    return Fork(twin, [*manager.take_moves(), *copies])
 
 
 def _shareable(manager: "CacheManager", group: Group, table: Ids, length: int, dropped: int) -> int:

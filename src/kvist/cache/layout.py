@@ -72,6 +72,11 @@ class ArenaLayout:
         """Number of block ids that a group could ever use."""
         return self.num_slabs * self.blocks_per_slab[group]
 
+    def offset(self, group: int, block: int) -> int:
+        """Byte of the arena at which a block begins."""
+        slab, place = divmod(block, self.blocks_per_slab[group])
+        return slab * self.slab_bytes + place * self.block_bytes[group]
+
     def slabs_for(self, blocks: Sequence[int]) -> int:
         """Slabs that hold ``blocks[g]`` blocks of every group."""
         return sum(-(-count // per) for count, per in zip(blocks, self.blocks_per_slab, strict=True))

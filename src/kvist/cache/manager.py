@@ -9,8 +9,10 @@ A step of the scheduler goes::
         … the copies that it returns, before the next step …
     manager.release(sequence)                        blocks go back; the tree keeps whole ones for the next prompt
 
-Copies are of states alone (see :mod:`kvist.cache.checkpoints`), and are done in the order in which they were returned:
-a later one may write where an earlier one has read.
+Copies are of states (see :mod:`kvist.cache.checkpoints`), and where tiers are real of what goes there and comes back
+(:mod:`kvist.cache.places`). They are done in the order in which they were returned: a later one may write where an
+earlier one has read. Verbs that return none leave them to the next one that does, or to
+:meth:`CacheManager.take_moves` before anything else is written.
 
 Whole blocks of a prompt enter the tree when they are reserved, so that requests of one step already share them (the
 engine writes all keys and values of a layer before it reads any). They are *unsealed* until commit: a step that fails
@@ -32,9 +34,10 @@ from kvist.cache.forking import fork
 from kvist.cache.groups import Group, unit_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.pinning import Pins, pin
+from kvist.cache.places import Places
 from kvist.cache.prefix import Match, PrefixKey, PrefixTree
 from kvist.cache.reclaim import LRU, Order, order_of
-from kvist.cache.sequence import NO_BLOCKS, BlockCopy, Compaction, Fork, Reservation, Sequence
+from kvist.cache.sequence import NO_BLOCKS, Compaction, Fork, Move, Reservation, Sequence
 from kvist.cache.snapshot import snapshot
 from kvist.cache.tier import Tier
 from kvist.cache.tiers import Resumption, Swapped, TierStack
@@ -52,6 +55,7 @@ class CacheManager:
             what its layers store depends on the encoder's input as much as on the tokens.
         reclaim: the order in which idle leaves of the tree go: ``lru``, ``lfu``, ``fifo`` or an :class:`Order`.
         tiers: where blocks of prefixes, and sequences that are swapped out, lie beside the device; the nearest first.
+        moving: whether the tiers' bytes are real, and moves say what to copy; else they are counted alone.
         checkpoint_every: tokens after which states are checkpointed, beside the points that
             :mod:`kvist.cache.checkpoints` names; rounded up to the unit.
         max_checkpoints: most checkpoints at once; without it memory bounds them. With 0 states take no part in
@@ -59,6 +63,7 @@ class CacheManager:
 
     Attributes:
         block_tokens: of the smallest blocks.
+        moves: copies that were decided and not yet returned, in order.
         unit_tokens: tokens of which every shared prefix is a multiple.
         windows: whether a group gives blocks back while a sequence runs.
 
@@ -74,6 +79,7 @@ class CacheManager:
         prefix_cache: bool = True,
         reclaim: str | Order = LRU,
         tiers: Seq[Tier] = (),
+        moving: bool = False,
         checkpoint_every: int | None = None,
         max_checkpoints: int | None = None,
     ) -> None:
@@ -93,7 +99,9 @@ class CacheManager:
         self.unit_tokens = unit_of(self.groups)
         self._checkpointing = Checkpointing(self, checkpoint_every)
         self._checkpointed = self.prefix_cache and bool(self._states)
-        self.tiers = TierStack(tiers, self.groups, self.unit_tokens) if tiers else None
+        self.moves: list[Move] = []
+        places = Places(layout, [tier.capacity_bytes for tier in tiers], self.moves) if moving else None
+        self.tiers = TierStack(tiers, self.groups, self.unit_tokens, places) if tiers else None
         self.tree.tiers = self.tiers
         self._windowed = [index for index, group in enumerate(self.groups) if group.gives_back]
         self.windows = bool(self._windowed)
@@ -150,7 +158,7 @@ class CacheManager:
             sequence.published = match.tokens
             sequence.hit_tokens = sequence.length = stored
             sequence.parting = parting
-            sequence.tables = found
+            sequence.tables = list(found)
             sequence.given_back = [0] * len(self.groups)
             for group in self._windowed:
                 sequence.given_back[group] = found[group].size - revived[group].size
@@ -170,11 +178,22 @@ class CacheManager:
             elif found:
                 # The match's arrays may be views of the tree's.
                 sequence.tables[group] = sequence.tables[group].copy()
-        copies = self._checkpointing.resume(sequence, saved) if saved else ()
+        if behind and self.tiers:
+            self.tiers.loaded(behind, sequence.tables)
+        if saved:
+            self._checkpointing.resume(sequence, saved)
         sequence.in_flight = limit - sequence.length
         sequence.room = self.room(sequence)
         self._publish_new(sequence, limit)
-        return Reservation(True, limit, stored if match else 0, behind.loads if behind else (), copies)
+        return Reservation(True, limit, stored if match else 0, behind.loads if behind else (), self.take_moves())
+
+    def take_moves(self) -> Seq[Move]:
+        """What is to be copied, in order, before anything else is written; it is not told again."""
+        if not self.moves:
+            return ()
+        moves = self.moves.copy()
+        self.moves.clear()
+        return moves
 
     def room(self, sequence: Sequence) -> int:
         """Tokens for which a sequence has blocks."""
@@ -276,11 +295,11 @@ class CacheManager:
             )
             sequence.published = end
 
-    def commit(self, sequence: Sequence, length: int) -> Seq[BlockCopy]:
+    def commit(self, sequence: Sequence, length: int) -> Seq[Move]:
         """The keys and values of the first ``length`` tokens are stored now.
 
         Returns:
-            Copies of its states that a checkpoint keeps; to be done before the next step.
+            Copies of its states that a checkpoint keeps, and what goes to tiers; to be done before the next step.
         """
         sequence.length = length
         sequence.in_flight = 0
@@ -299,12 +318,12 @@ class CacheManager:
                 self.arena.drop(group, dead)
                 self.tree.mark_stale(sequence.node)
         if self._checkpointed and sequence.shared and self._checkpointing.is_due(sequence, length):
-            return self._checkpointing.take(sequence)
-        return ()
+            self._checkpointing.take(sequence)
+        return self.take_moves()
 
-    def commit_all(self, sequences: Seq[Sequence]) -> list[BlockCopy]:
+    def commit_all(self, sequences: Seq[Sequence]) -> list[Move]:
         """:meth:`commit` for each, of all that it had in flight."""
-        copies: list[BlockCopy] = []
+        copies: list[Move] = []
         plain = self._plain
         for sequence in sequences:
             length = sequence.length

@@ -8,9 +8,11 @@ import numpy.typing as npt
 
 from kvist.cache.arena import Ids
 from kvist.cache.checkpoints import Checkpoint
+from kvist.cache.places import Transfer
 from kvist.cache.prefix import PrefixKey
 from kvist.cache.reclaim import Node
-from kvist.cache.tiers import Moved, Swapped
+from kvist.cache.tiers import Swapped
+from kvist.cache.traffic import Moved
 from kvist.spec.pruning import PruningPlan
 
 NO_BLOCKS = np.empty(0, np.int64)
@@ -116,6 +118,10 @@ class BlockCopy:
     target: int
 
 
+Move = BlockCopy | Transfer
+"""What is to be copied, in the order in which it was decided, before the arena is written to otherwise."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """The outcome of :meth:`CacheManager.reserve`.
@@ -125,14 +131,15 @@ class Reservation:
         limit: tokens that the sequence may store now; 0 where not granted.
         hit_tokens: of these, tokens found by this call, in the prefix tree and in the tiers.
         loads: what must be loaded from tiers before the step.
-        copies: states with which it goes on; to be done, in order, before the step.
+        copies: states with which it goes on, and what goes to tiers or comes from them where these are real; to be
+            done, in order, before the step.
     """
 
     granted: bool
     limit: int = 0
     hit_tokens: int = 0
     loads: tuple[Moved, ...] = ()
-    copies: Seq[BlockCopy] = ()
+    copies: Seq[Move] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,4 +162,4 @@ class Fork:
     """The outcome of :meth:`CacheManager.fork`."""
 
     sequence: Sequence
-    copies: list[BlockCopy]
+    copies: list[Move]

@@ -1,4 +1,4 @@
-"""A picture of the cache, as JSON: where every block is, and what the prefix tree knows.
+"""A picture of the cache, as JSON: where every block is, what the prefix tree knows and what the tiers hold.
 
 ``bytes`` adds up to the arena: free, cached (kept by the prefix tree alone), held (tokens of running sequences) and
 waste (slab tails, and the unfilled ends of held blocks).
@@ -58,7 +58,24 @@ def snapshot(
         },
         "groups": groups,
         "tree": _tree(manager, text_of),
+        "tiers": _tiers(manager),
     }
+
+
+def _tiers(manager: "CacheManager") -> list[dict[str, Any]]:
+    if manager.tiers is None:
+        return []
+    return [
+        {
+            "name": held.tier,
+            "bytes": tier.capacity_bytes,
+            "cached": held.cached_bytes,
+            "swapped": held.swapped_bytes,
+            "free": tier.capacity_bytes - held.cached_bytes - held.swapped_bytes,
+            "blocks": held.blocks,
+        }
+        for tier, held in zip(manager.tiers.tiers, manager.tiers.occupied(), strict=True)
+    ]
 
 
 def unfilled_bytes(manager: "CacheManager", sequence: "Sequence") -> int:

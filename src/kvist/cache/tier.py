@@ -1,5 +1,6 @@
 """A place for blocks beyond the device, as users describe it."""
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -8,7 +9,7 @@ from kvist.errors import InputError
 from kvist.units import parse_size
 
 Write = Literal["write-back", "write-through"]
-_WRITTEN = re.compile(r"([\w-]+)=([^@,]+)@([^@,/]+)/s(?:,([\w-]+))?")
+_WRITTEN = re.compile(r"([\w-]+)=([^@,]+)(?:@([^@,/]+)/s)?(?:,([\w-]+))?")
 _WRITES: tuple[Write, ...] = ("write-back", "write-through")
 
 
@@ -19,7 +20,7 @@ class Tier:
     Attributes:
         name: ``host``, ``disk``, ``remote`` …
         capacity_bytes: that it holds.
-        bandwidth: bytes per second between it and the device, each way.
+        bandwidth: bytes per second between it and the device, each way, where time is simulated.
         write: ``write-back``: it is given what is evicted before it; ``write-through``: it is given every block of a
             prefix as soon as the device has computed it.
 
@@ -29,7 +30,7 @@ class Tier:
 
     name: str
     capacity_bytes: int
-    bandwidth: float
+    bandwidth: float = math.inf
     write: Write = "write-back"
 
     def __post_init__(self) -> None:
@@ -41,19 +42,40 @@ class Tier:
 
     @classmethod
     def parse(cls, text: str) -> "Tier":
-        """Read ``host=64GiB@25GB/s``; ``,write-through`` may follow.
+        """Read ``host=64GiB@25GB/s``, as a simulation needs it; ``,write-through`` may follow.
 
         Raises:
             InputError: it is not written so, or a part of it is no size, rate or way to write.
         """
         match = _WRITTEN.fullmatch(text.strip())
-        if match is None:
+        if match is None or match[3] is None:
             raise InputError(f"tier: {text!r}; write NAME=SIZE@RATE, such as host=64GiB@25GB/s", key="tier")
-        name, size, rate, write = match.groups()
+        return cls._of(*match.groups())
+
+    @classmethod
+    def parse_real(cls, text: str) -> "Tier":
+        """Read ``host=64GiB``, of which the machine itself sets the rate; ``,write-through`` may follow.
+
+        Raises:
+            InputError: it is not written so, has a rate, or a part of it is no size or way to write.
+        """
+        match = _WRITTEN.fullmatch(text.strip())
+        if match is None:
+            raise InputError(f"tier: {text!r}; write NAME=SIZE, such as host=4GiB", key="tier")
+        if match[3] is not None:
+            raise InputError(
+                f"tier: {text!r} says a rate, which only a simulation takes; here it is the machine's own: leave "
+                f"@{match[3]}/s out",
+                key="tier",
+            )
+        return cls._of(*match.groups())
+
+    @classmethod
+    def _of(cls, name: str, size: str, rate: str | None, write: str | None) -> "Tier":
         return cls(
             name=name,
             capacity_bytes=parse_size(size, key="tier"),
-            bandwidth=parse_size(rate, key="tier"),
+            bandwidth=math.inf if rate is None else parse_size(rate, key="tier"),
             write=cast(Write, write or "write-back"),
         )
 

@@ -9,12 +9,15 @@ What is kept is a *block of the prefix*: what all groups store of ``unit_tokens`
 tokens, of all before them and of the prefix's key, whoever computed it. A block that is loaded stays where it was
 too. Beside these a tier holds what swapped-out sequences own, which nothing evicts.
 
-This is bookkeeping: which block is where, and the bytes that move. Whoever has a clock charges for them.
+This is bookkeeping: which block is where, and the bytes that move. Whoever has a clock charges for them; whoever has
+real memory gives it :mod:`kvist.cache.places`, and moves what these write down. Both are decided here, and alike.
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,59 +26,15 @@ import numpy.typing as npt
 from kvist.cache.arena import Ids
 from kvist.cache.digests import Digests
 from kvist.cache.groups import Group
+from kvist.cache.places import Pieces, Places
 from kvist.cache.reclaim import Node
 from kvist.cache.tier import Tier
+from kvist.cache.traffic import Moved, Occupied, Traffic
 from kvist.errors import InputError
 
 if TYPE_CHECKING:
     from kvist.cache.prefix import Match, PrefixTree
     from kvist.cache.sequence import Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """What moved between the device and a tier.
-
-    Attributes:
-        tier: its name.
-        tokens: whose keys and values it was.
-        bytes: of all groups.
-    """
-
-    tier: str
-    tokens: int
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What moved in some time, by tier; those without any are left out.
-
-    Attributes:
-        read: to the device.
-        written: to the tier, from the device or the tier before it.
-    """
-
-    read: tuple[Moved, ...] = ()
-    written: tuple[Moved, ...] = ()
-
-
-NO_TRAFFIC = Traffic()
-
-
-@dataclass(frozen=True, slots=True)
-class Occupied:
-    """What a tier holds.
-
-    Attributes:
-        tier: its name.
-        cached_bytes: blocks of prefixes.
-        swapped_bytes: what sequences own that were swapped out.
-    """
-
-    tier: str
-    cached_bytes: int
-    swapped_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +98,17 @@ class _Sizes(dict[int, int]):
 class TierStack:
     """The tiers behind one device, the nearest first.
 
+    Args:
+        tiers: what they hold.
+        groups: of what is stored.
+        unit_tokens: tokens of a block of the prefix.
+        places: where it lies, if the bytes are real.
+
     Raises:
         InputError: there is none, or two have one name.
     """
 
-    def __init__(self, tiers: Seq[Tier], groups: Seq[Group], unit_tokens: int) -> None:
+    def __init__(self, tiers: Seq[Tier], groups: Seq[Group], unit_tokens: int, places: Places | None = None) -> None:
         names = [tier.name for tier in tiers]
         if not names or len(set(names)) < len(names):
             raise InputError(f"tier: {', '.join(names) or 'none'}; at least one, and each name once", key="tier")
@@ -161,6 +126,9 @@ class TierStack:
             for count, group in zip(self._unit_blocks, groups, strict=True)
         ]
         self._sizes = _Sizes(self._unit_bytes)
+        self._places = places
+        # What a sequence is about to load: nothing evicts it before.
+        self._held: frozenset[bytes] = frozenset()
 
     # -- write ----------------------------------------------------------------------------------------------
 
@@ -175,11 +143,15 @@ class TierStack:
             self._put_run(tree, node, 0, self._through)
 
     def _put_run(self, tree: "PrefixTree", node: Node, keep: int, levels: Seq[int]) -> None:
+        if node.tokens[0] < 0 and tree.key_of(node).cartridge:
+            # A pinned run (kvist.cache.pinning): it lies in the arena for as long as anybody asks for it.
+            return
         # The deepest first, as it is to be evicted first.
         digests = self._digests.of_node(tree, node)[keep:][::-1]
         present = self._present(node)[keep:][::-1]
+        sources = self._pieces(self._places, tree, node)[keep:][::-1] if self._places else None
         for level in levels:
-            self._put(level, digests, present)
+            self._put(level, digests, present, sources)
 
     def _present(self, node: Node) -> list[int]:
         """Bits of the groups of which each block of a node is there."""
@@ -193,12 +165,26 @@ class TierStack:
         found: list[int] = bits.tolist()
         return found
 
-    def _put(self, level: int, digests: list[bytes], groups: list[int]) -> None:
+    def _pieces(self, places: Places, tree: "PrefixTree", node: Node) -> list[Pieces]:
+        """Where what is there of each block of a node lies in the arena."""
+        pieces: list[Pieces] = [{} for _ in range(node.tokens.size // self.unit_tokens)]
+        for group, ids in enumerate(node.blocks):
+            if not self._fixed[group]:
+                for piece, blocks in zip(pieces, ids.reshape(len(pieces), -1), strict=True):
+                    if (blocks >= 0).all():
+                        piece[group] = places.on_device(group, blocks)
+        if node.checkpoint is not None:
+            for group, ids in zip(tree.checkpoints.groups, node.checkpoint.blocks, strict=True):
+                pieces[-1][group] = places.on_device(group, ids)
+        return pieces
+
+    def _put(self, level: int, digests: list[bytes], groups: list[int], sources: list[Pieces] | None) -> None:
         """Write blocks of which these groups are there to a tier, as far as it lacks them; the most recent last."""
         shelf = self._shelves[level]
         blocks = shelf.blocks
         tokens = size = 0
-        for digest, more in zip(digests, groups, strict=True):
+        new: dict[bytes, Pieces] = {}
+        for place, (digest, more) in enumerate(zip(digests, groups, strict=True)):
             before = blocks.get(digest)
             if before is None:
                 blocks[digest] = more
@@ -209,26 +195,44 @@ class TierStack:
                 if before | more != before:
                     blocks[digest] = before | more
                     size += self._sizes[before | more] - self._sizes[before]
+            if sources is not None:
+                there = before or 0
+                new[digest] = {group: piece for group, piece in sources[place].items() if not there >> group & 1}
         shelf.cached_bytes += size
         _count(shelf.written, tokens, size)
-        self._evict(level)
+        self._evict(level, new)
+        if self._places:
+            for digest, pieces in new.items():
+                if pieces and digest in blocks:
+                    self._places.put(level, digest, pieces)
 
-    def _evict(self, level: int) -> None:
-        """Evict what a tier has too much of, to the next where that one is written back to."""
+    def _evict(self, level: int, new: Mapping[bytes, Pieces] = MappingProxyType({})) -> None:
+        """Evict what a tier has too much of, to the next where that one is written back to.
+
+        Args:
+            level: of the tier.
+            new: what it takes, but has not yet: that goes on from where it comes from.
+        """
         shelf = self._shelves[level]
         surplus = shelf.cached_bytes + shelf.swapped_bytes - shelf.tier.capacity_bytes
         digests: list[bytes] = []
         groups: list[int] = []
-        while surplus > 0 and shelf.blocks:
-            digest, there = shelf.blocks.popitem(last=False)
+        sources: list[Pieces] = []
+        while surplus > 0 and (digest := self._first_to_go(shelf)) is not None:
+            there = shelf.blocks.pop(digest)
             size = self._sizes[there]
             surplus -= size
             shelf.cached_bytes -= size
             digests.append(digest)
             groups.append(there)
+            if self._places:
+                sources.append({**self._places.leave(level, digest), **new.get(digest, {})})
         following = level + 1
         if digests and following < len(self.tiers) and self.tiers[following].write == "write-back":
-            self._put(following, digests, groups)
+            self._put(following, digests, groups, sources if self._places else None)
+
+    def _first_to_go(self, shelf: _Shelf) -> bytes | None:
+        return next((digest for digest in shelf.blocks if digest not in self._held), None)
 
     # -- read -----------------------------------------------------------------------------------------------
 
@@ -275,12 +279,44 @@ class TierStack:
         return Resumption(swapped.tokens, tables, loads, [], [])
 
     def load(self, resumption: Resumption) -> None:
-        """It is loaded; the tiers keep it, as most recently used."""
+        """It is to be loaded; the tiers keep it, as most recently used, and evict none of it before :meth:`loaded`."""
+        self._held = frozenset(resumption.digests)
         for load in resumption.loads:
             shelf = next(shelf for shelf in self._shelves if shelf.tier.name == load.tier)
             _count(shelf.read, load.tokens, load.bytes)
         for digest, level in zip(reversed(resumption.digests), reversed(resumption.levels), strict=True):
             self._shelves[level].blocks.move_to_end(digest)
+
+    def loaded(self, resumption: Resumption, tables: Seq[Ids]) -> None:
+        """The sequence has blocks for what is loaded now: int64 ``[blocks]`` a group, from position 0."""
+        self._held = frozenset()
+        if self._places is None or not resumption.digests:
+            return
+        start = resumption.tokens // self.unit_tokens - len(resumption.digests)
+        for number, (group, there, count) in enumerate(
+            zip(self._groups, resumption.tables, self._unit_blocks, strict=True)
+        ):
+            if group.fixed_blocks is not None:
+                self._places.fetch(resumption.levels[-1], resumption.digests[-1], number, 0, tables[number])
+                continue
+            end = group.first_live_block(resumption.tokens) + group.live_blocks(resumption.tokens)
+            first = there.size
+            while first < end:
+                place, within = divmod(first, count)
+                last = min((place + 1) * count, end)
+                unit = place - start
+                level, digest = resumption.levels[unit], resumption.digests[unit]
+                self._places.fetch(level, digest, number, within, tables[number][first:last])
+                first = last
+
+    def clear(self) -> None:
+        """Forget all blocks of prefixes, as their bytes may be lost; what is swapped out stays."""
+        for shelf in self._shelves:
+            shelf.blocks.clear()
+            shelf.cached_bytes = 0
+        self._held = frozenset()
+        if self._places:
+            self._places.clear()
 
     def _agree(self, match: "Match", there: npt.NDArray[np.int64]) -> int:
         """Longest prefix of a match and the blocks found behind it that every group can go on from."""
@@ -354,7 +390,12 @@ class TierStack:
     def occupied(self) -> list[Occupied]:
         """What each tier holds, the nearest first."""
         return [
-            Occupied(tier=shelf.tier.name, cached_bytes=shelf.cached_bytes, swapped_bytes=shelf.swapped_bytes)
+            Occupied(
+                tier=shelf.tier.name,
+                cached_bytes=shelf.cached_bytes,
+                swapped_bytes=shelf.swapped_bytes,
+                blocks=len(shelf.blocks),
+            )
             for shelf in self._shelves
         ]
 

@@ -93,6 +93,19 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         help="drop tokens of a prompt once it is computed, and give their memory back: h2o, h2o-sum, snapkv or "
         "streaming, which keep a share (h2o:0.5) or a number of tokens (snapkv:512, streaming:4+1020) (none)",
     )
+    command.add_argument(
+        "--tier",
+        type=values.tier,
+        action="append",
+        metavar="NAME=SIZE",
+        help="where blocks go that the cache has no room for, and come back from: host=4GiB, disk=20GiB"
+        "[,write-through]; repeatable, nearest first",
+    )
+    command.add_argument(
+        "--tier-dir",
+        metavar="DIR",
+        help="where the file of a tier on disk is put (tiers, in the user's cache directory)",
+    )
 
 
 def run_generate(args: argparse.Namespace) -> int:

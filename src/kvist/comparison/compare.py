@@ -15,7 +15,7 @@ from kvist.comparison.questions import DEPTHS, Piece, asked_of, pieces_of
 from kvist.comparison.reader import Reader, stored_groups
 from kvist.comparison.settings import Setting
 from kvist.engine.loading import best_dtype, with_weights
-from kvist.engine.runner import machine_memory
+from kvist.engine.machine import machine_memory
 from kvist.engine.tokenizer import Tokenizer
 from kvist.errors import DoesNotFit, InputError
 from kvist.model.fingerprints import model_digest

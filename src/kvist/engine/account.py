@@ -17,6 +17,7 @@ class Account:
         waste_bytes: of these, bytes that hold no token.
         blocks: blocks in its tables, over all groups.
         prefix_hit_tokens: prompt tokens found in the cache.
+        tier_hit_tokens: of these, tokens that were loaded from tiers.
         pruned_tokens: tokens that pruning has dropped.
         cartridge_tokens: positions of the cartridge before the prompt; its blocks are among the others.
     """
@@ -28,6 +29,7 @@ class Account:
     prefix_hit_tokens: int
     pruned_tokens: int = 0
     cartridge_tokens: int = 0
+    tier_hit_tokens: int = 0
 
     @classmethod
     def of(cls, request: Request, cache: CacheManager) -> "Account":
@@ -47,6 +49,7 @@ class Account:
             prefix_hit_tokens=request.first_hit_tokens or 0,
             pruned_tokens=sequence.pruned,
             cartridge_tokens=sequence.pinned,
+            tier_hit_tokens=sum(load.tokens for load in request.first_loads),
         )
 
     def to_dict(self) -> dict[str, int]:
@@ -57,6 +60,7 @@ class Account:
             "waste_bytes": self.waste_bytes,
             "blocks": self.blocks,
             "prefix_hit_tokens": self.prefix_hit_tokens,
+            "tier_hit_tokens": self.tier_hit_tokens,
             "pruned_tokens": self.pruned_tokens,
             "cartridge_tokens": self.cartridge_tokens,
         }

@@ -161,6 +161,8 @@ class Shelf:
 
     def _store(self, cartridge: Cartridge, pin: Sequence, start: int) -> None:
         """Put a cartridge into a pinned sequence's blocks from ``start`` on, its keys turned to these positions."""
+        # Where it goes there may lie what is still to go to a tier.
+        self._runner.copy(self._cache.take_moves())
         positions = np.arange(start, start + cartridge.tokens)
         dtype = self._runner.decoder.dtype
         with torch.inference_mode():

@@ -29,7 +29,8 @@ def generate(args: Namespace) -> int:
     """Answer ``args.prompt``; return the exit code.
 
     ``args`` has what the command line gives: model, prompt, the sampling parameters, chat (None: where the model has a
-    template), dtype, memory, key, value and what else says a format, block, evict, cartridge, no_cache, plot, json.
+    template), dtype, memory, key, value and what else says a format, block, evict, tier, tier_dir, cartridge, no_cache,
+    plot, json.
     Text streams to standard output, all else goes to standard error; with ``json`` the answer is one JSON object. With
     ``no_cache`` the answer is made a second time, all tokens computed again at each step, for a minute at most:
     ``timing`` is of that run, and the table says what the cache saves.
@@ -138,6 +139,8 @@ def _settings(args: Namespace) -> dict[str, Any]:
         ("memory", args.memory),
         ("block_tokens", args.block),
         ("evict", args.evict),
+        ("tiers", args.tier),
+        ("tier_directory", args.tier_dir),
     ):
         if value is not None:
             settings[name] = value
@@ -170,6 +173,8 @@ def _print_account(answer: Answer) -> None:
     )
     if account["pruned_tokens"]:
         _note(f"pruned: {account['pruned_tokens']:,} tokens were dropped, and their blocks given back")
+    if account["tier_hit_tokens"]:
+        _note(f"tiers: {account['tier_hit_tokens']:,} prompt tokens came back from them")
     same = "as planned" if account["allocated_bytes"] == account["planned_bytes"] else "NOT as planned"
     _note(
         f"cache: {format_size(account['allocated_bytes'])} in {account['blocks']} blocks, {same} "

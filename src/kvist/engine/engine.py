@@ -26,6 +26,7 @@ from kvist.cache.groups import DEFAULT_BLOCK_TOKENS, cannot_prune, groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
+from kvist.cache.tier import Tier
 from kvist.engine.account import Account
 from kvist.engine.answer import Answer, Event, FinishReason
 from kvist.engine.cartridges import Joined, Loaded, Shelf, names_of
@@ -34,6 +35,7 @@ from kvist.engine.loading import DEFAULT_MODEL, DTYPES, best_dtype, with_weights
 from kvist.engine.pruner import Pruner
 from kvist.engine.runner import Runner
 from kvist.engine.sampler import Sampled, Sampler, SamplingParams
+from kvist.engine.tiers import TierBytes, check_capacities, tiers_of
 from kvist.engine.tokenizer import Tokenizer
 from kvist.errors import DoesNotFit, EngineFailure, InputError, UnsupportedModel
 from kvist.model.families import network_of
@@ -69,6 +71,8 @@ class Engine:
         reuse: keep keys and values between steps; without it everything is computed again for every token, which
             shows what the cache saves.
         cartridges: files of trained caches, by the names under which requests ask for them.
+        tiers: memory for prefixes that the cache has no room for, the nearest first: ``host=4GiB``, ``disk=20GiB``.
+        tier_directory: where the disk's file is put; the user's cache directory where it is left out.
 
     Raises:
         KvistError: the model cannot be had, read or held.
@@ -89,6 +93,8 @@ class Engine:
         evict: Pruning | str | None = None,
         reuse: bool = True,
         cartridges: Mapping[str, str | Path | Cartridge] | None = None,
+        tiers: Sequence[Tier | str] | Tier | str = (),
+        tier_directory: str | Path | None = None,
     ) -> None:
         if dtype is not None and dtype not in DTYPES:
             raise InputError(f"dtype: {dtype!r} is not a compute type; choose one of {', '.join(DTYPES)}", key="dtype")
@@ -111,22 +117,34 @@ class Engine:
         self.spec = spec
         self.evict = self._pruning(evict)
         layout = ArenaLayout.of(self.groups, parse_size(memory, key="memory"))
+        behind = tiers_of(tiers)
+        check_capacities(behind, self.groups)
+        if behind and not (prefix_cache and reuse):
+            raise InputError("tier: it keeps prefixes, and nothing keeps any here; leave it out", key="tier")
+        if tier_directory is not None and not any(tier.name == "disk" for tier in behind):
+            raise InputError(
+                "tier_directory: there is no tier on a disk; add one, such as disk=20GiB", key="tier_directory"
+            )
         limits = Limits(
             max_running=max_running, max_batch_tokens=max_batch_tokens, max_context=max_context or spec.max_context
         )
         # All that can be refused has been: only now is anything fetched or loaded.
+        away = TierBytes(behind, layout.total_bytes, tier_directory) if behind else None
         self.spec = spec = with_weights(spec)
         self.tokenizer = Tokenizer.read(spec)
         # Some rotary positions depend on the longest sequence.
         limited = replace(spec, max_context=limits.max_context)
         self.runner = Runner(limited, self.groups, layout, dtype=self.dtype)
-        self.cache = CacheManager(self.groups, layout, prefix_cache=prefix_cache and reuse)
+        self.runner.tiers = away
+        self.cache = CacheManager(self.groups, layout, prefix_cache=prefix_cache and reuse, tiers=behind, moving=True)
         self.scheduler = Scheduler(manager=self.cache, limits=limits)
         self.pruner = Pruner(self.runner, self.scheduler)
         if self.runner.arena_bytes != layout.total_bytes:
             raise EngineFailure(
                 f"{layout.total_bytes} bytes of cache were planned, {self.runner.arena_bytes} allocated"
             )
+        if away and away.allocated_bytes != sum(tier.capacity_bytes for tier in behind):
+            raise EngineFailure(f"{away.allocated_bytes} bytes of tiers were allocated, others planned: {behind}")
         self.reuse = reuse
         self.started = time.time()
         self._generations: dict[str, Generation] = {}
@@ -395,6 +413,7 @@ class Engine:
     def _step(self) -> Batch:
         with self._lock:
             self._apply_aborts()
+            self._forget_torn()
         batch = Batch([], [])
         try:
             with self._lock:
@@ -404,9 +423,11 @@ class Engine:
                 for chunk in batch.chunks:
                     generation = self._generations[chunk.request.id]
                     generation.started = generation.started or now
+            self.runner.copy(batch.copies)
+            if self.runner.tiers and self.runner.tiers.torn:
+                raise self.runner.tiers.torn
             if not batch.chunks:
                 return batch
-            self.runner.copy(batch.copies)
             logits = self.runner.run(batch)
             sampling = [self._generations[chunk.request.id] for chunk in batch.chunks if chunk.samples]
             sampled = Sampler.sample(logits, [generation.sampler for generation in sampling])
@@ -417,6 +438,9 @@ class Engine:
                 for request in self.scheduler.fail():
                     failure = Event(finish_reason="error", error=f"{type(error).__name__}: {error}")
                     self._end(self._generations[request.id], failure)
+                if self.cache.tiers:
+                    # What was on its way may not have come.
+                    self.cache.tiers.clear()
             if not isinstance(error, Exception):
                 raise
             return batch
@@ -427,6 +451,13 @@ class Engine:
             for generation, token in zip(sampling, sampled, strict=True):
                 self._take(generation, token)
         return batch
+
+    def _forget_torn(self) -> None:
+        """Where something could not be moved, the tiers do not hold what they should: they begin anew."""
+        if self.cache.tiers and self.runner.tiers and self.runner.tiers.torn:
+            _log.error("tiers are emptied: %s", self.runner.tiers.torn)
+            self.runner.tiers.torn = None
+            self.cache.tiers.clear()
 
     def _take(self, generation: Generation, sampled: Sampled) -> None:
         self.scheduler.append(generation.request, sampled.token_id)
@@ -477,13 +508,16 @@ class Engine:
     def snapshot(self) -> dict[str, Any]:
         """Where every block is; what ``/cache`` shows."""
         with self._lock:
+            seen = self.scheduler.snapshot(self.tokenizer.decode)
+            if self.runner.tiers:
+                seen["tiers"] = self.runner.tiers.snapshot(seen["tiers"], self.scheduler.tier_hit_tokens)
             return {
                 "model": self.model_id,
                 "format": self.format.to_dict(),
                 "dtype": self.dtype,
                 "evict": str(self.evict or "none"),
                 "uptime_seconds": time.time() - self.started,
-                **self.scheduler.snapshot(self.tokenizer.decode),
+                **seen,
                 "cartridges": self.shelf.snapshot(),
                 "joined": self.shelf.joined(),
                 "speed": {"tokens_per_second": self._tokens_per_second()},

@@ -101,6 +101,8 @@ class Pruner:
         moves = self.scheduler.compact(request)
         if moves is None:
             return
+        # Where the kept ones belong there may lie what is still to go to a tier.
+        self.runner.copy(self.scheduler.manager.take_moves())
         for moved in moves:
             tally = watched.tallies[moved.group]
             seen = tally.observed(slots, length, plan.recent(length), watched.first)

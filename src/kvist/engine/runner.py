@@ -1,8 +1,5 @@
 """From a batch to logits: index tensors once a step, then the network."""
 
-import contextlib
-import ctypes
-import mmap
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,9 +11,10 @@ from torch import Tensor
 from kvist.batch import Batch, Chunk
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
-from kvist.cache.sequence import BlockCopy, Compaction
+from kvist.cache.sequence import BlockCopy, Compaction, Move
+from kvist.engine.machine import keep_pages, zeros
 from kvist.engine.memories import Memory, memory_of, tails_of
-from kvist.errors import DoesNotFit
+from kvist.engine.tiers import TierBytes
 from kvist.kernels.cpu import attention_kernels
 from kvist.kernels.moving import move
 from kvist.kernels.sealing import SealedAttention, SealedMemory
@@ -31,9 +29,6 @@ from kvist.spec.model import ModelSpec
 from kvist.store.layouts import PagedKV, Scratch, check_format
 from kvist.store.states import StateSpan, StateStore
 from kvist.store.stores import store_of
-from kvist.units import format_size
-
-_LARGE_PAGE = 2 * 2**20
 
 
 class Runner:
@@ -47,6 +42,7 @@ class Runner:
 
     Attributes:
         arena_bytes: allocated for keys and values.
+        tiers: memory behind the arena, where there is any.
         watch: makes of a step's chunks, in the order of their rows, what looks at its queries; None: nothing does.
 
     Raises:
@@ -57,14 +53,15 @@ class Runner:
     def __init__(self, spec: ModelSpec, groups: tuple[Group, ...], layout: ArenaLayout, *, dtype: str) -> None:
         compute = dtype_named(dtype)
         self.layout = layout
+        self.tiers: TierBytes | None = None
         self.watch: Callable[[Sequence[Chunk]], Observer | None] | None = None
         for group in groups:
             check_format(group)
         torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-        _keep_pages()
+        keep_pages()
         with torch.inference_mode():
             # Zeroed, so that what no token has written yet is a number.
-            self.arena = _zeros(layout.total_bytes)
+            self.arena = zeros(layout.total_bytes)
             self.decoder = Decoder(spec, groups, compute)
             scratch = Scratch()
             self.stores = [store_of(self.arena, group, layout, n, scratch) for n, group in enumerate(groups)]
@@ -119,7 +116,7 @@ class Runner:
                 self._zero(group, int(sequence.tables[group][last]))
 
     def _zero(self, group: int, block: int) -> None:
-        begin = self._offset(group, block)
+        begin = self.layout.offset(group, block)
         self.arena[begin : begin + self.layout.block_bytes[group]].zero_()
 
     def compact(self, moved: Compaction, kept: Tensor) -> None:
@@ -137,17 +134,21 @@ class Runner:
                 self._zero(moved.group, last)
             move(store, moved.source, moved.target, kept, attention_kernels(self.decoder.dtype))
 
-    def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy whole blocks, all layers of their group: what a fork needs before either sequence goes on."""
-        with torch.inference_mode():
-            for copy in copies:
-                size = self.layout.block_bytes[copy.group]
-                source, target = (self._offset(copy.group, block) for block in (copy.source, copy.target))
-                self.arena[target : target + size] = self.arena[source : source + size]
+    def copy(self, moves: Sequence[Move]) -> None:
+        """Copy whole blocks, all layers of their group: states, what a fork needs, what goes to tiers and comes back.
 
-    def _offset(self, group: int, block: int) -> int:
-        slab, place = divmod(block, self.layout.blocks_per_slab[group])
-        return slab * self.layout.slab_bytes + place * self.layout.block_bytes[group]
+        In order, and before the arena is written to otherwise. What a tier could not do it tells later
+        (:attr:`TierBytes.torn`).
+        """
+        with torch.inference_mode():
+            for move in moves:
+                if isinstance(move, BlockCopy):
+                    size = self.layout.block_bytes[move.group]
+                    source, target = (self.layout.offset(move.group, block) for block in (move.source, move.target))
+                    self.arena[target : target + size] = self.arena[source : source + size]
+                else:
+                    assert self.tiers is not None
+                    self.tiers.move(move, self.arena)
 
     def _step(self, chunks: Sequence[Chunk]) -> Step:
         order = list(range(len(chunks)))
@@ -209,53 +210,3 @@ def _codecs(group: Group) -> set[str]:
     if isinstance(group.layer, Latent):
         return {"fp8", "bf16"} if group.format.key == "fp8" else {group.format.key}
     return {group.format.key, group.format.value}
-
-
-def _keep_pages() -> None:
-    """Let glibc keep freed memory of up to 32 MiB a piece instead of giving it back to the system at once.
-
-    The operators' results are that large while a prompt is computed, and each would fault in fresh, zeroed pages. What
-    that saves has not been told apart from the machine's noise (LOG.md). Elsewhere than on glibc nothing happens.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return
-    mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # malloc.h
-    mallopt(mmap_threshold, 32 * 2**20)
-    mallopt(trim_threshold, 2**31 - 1)
-    mallopt(top_pad, 64 * 2**20)
-
-
-def _on_large_pages(size: int) -> Tensor:
-    """Zeros on pages of 2 MiB where the system grants them.
-
-    A layer's part of a block is a few KiB, and the next lies far away: on pages of 4 KiB nearly every run would have to
-    be translated anew.
-    """
-    if size == 0 or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(size, dtype=torch.uint8)
-    # Shared memory, Python's default, has large pages on few systems, and a forked child would write into ours.
-    memory = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    # The arena is exactly as large as planned; what lies beside it is never touched, and so takes no memory.
-    address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
-    return torch.frombuffer(memory, dtype=torch.uint8, offset=-address % _LARGE_PAGE, count=size)
-
-
-def machine_memory() -> int | None:
-    """Bytes of this machine's memory; None where it does not tell."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
-
-
-def _zeros(size: int) -> Tensor:
-    machine = machine_memory() or size
-    try:
-        if size > machine:
-            raise MemoryError
-        return _on_large_pages(size)
-    except (RuntimeError, MemoryError, OSError) as error:
-        raise DoesNotFit(
-            f"memory: {format_size(size)} cannot be allocated; this machine has {format_size(machine)} in all"
-        ) from error

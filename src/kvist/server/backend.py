@@ -17,6 +17,9 @@ a model.
     tree             {"tokens", "nodes": [{"id", "parent", "tokens", "users", "last_used", "text", "pinned"}]}, biggest
                      first; "text" is what the beginning of the tokens says, null where the prompt was salted; "pinned"
                      where a cartridge stands for them
+    tiers            [{"name", "bytes", "allocated_bytes", "cached", "swapped", "free", "blocks", "hit_tokens",
+                       "read_bytes", "written_bytes"}], the nearest first: memory behind the arena; cached, swapped and
+                     free add up to its bytes
     requests         [{"id", "state": "running"|"waiting", "prompt_tokens", "output_tokens", "length", "pruned_tokens",
                        "hit_tokens", "blocks": {group: count}, "bytes", "planned_bytes", "age_seconds"}]
     counters         {"requests", "finished", "preempted", "refused", "prompt_tokens", "output_tokens",

@@ -87,5 +87,26 @@ class _SnapshotCollector(Collector):
         yield held
         usage = (sizes["held"] + sizes["waste"]) / max(1, now["arena"]["bytes"])
         yield GaugeMetricFamily("kvist_kv_cache_usage_perc", "Cache in use by requests, 0 to 1.", usage)
+        yield from _tiers(now["tiers"])
         for name, (key, text) in COUNTERS.items():
             yield CounterMetricFamily(name, text, now["counters"][key])
+
+
+def _tiers(tiers: list[dict[str, Any]]) -> Iterator[Metric]:
+    """What lies behind the cache; no metric where there is nothing."""
+    if not tiers:
+        return
+    held = GaugeMetricFamily("kvist_tier_bytes", "Bytes of a tier by state.", labels=["tier", "state"])
+    counters = {
+        "hit_tokens": ("kvist_tier_hits", "Prompt tokens found in a tier."),
+        "read_bytes": ("kvist_tier_read_bytes", "Bytes that came back from a tier."),
+        "written_bytes": ("kvist_tier_written_bytes", "Bytes that went to a tier."),
+    }
+    families = {key: CounterMetricFamily(name, text, labels=["tier"]) for key, (name, text) in counters.items()}
+    for tier in tiers:
+        for state in ("free", "cached", "swapped"):
+            held.add_metric([tier["name"], state], tier[state])
+        for key, family in families.items():
+            family.add_metric([tier["name"]], tier[key])
+    yield held
+    yield from families.values()

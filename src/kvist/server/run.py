@@ -27,7 +27,7 @@ def serve(args: Namespace) -> int:
     """Serve a model until SIGTERM or SIGINT; return the exit code.
 
     ``args`` has what the command line gives: model, host, port, memory, key, value and what else says a format, dtype,
-    block, evict, max_running, max_context, cartridge, api_key. The last may also come from the variable
+    block, evict, tier, tier_dir, max_running, max_context, cartridge, api_key. The last may also come from the variable
     ``KVIST_API_KEY``, which no process list shows.
 
     Raises:
@@ -43,7 +43,8 @@ def serve(args: Namespace) -> int:
 
         given = {
             "dtype": args.dtype, "block_tokens": args.block, "max_running": args.max_running,
-            "max_context": args.max_context, "memory": args.memory, "evict": args.evict,
+            "max_context": args.max_context, "memory": args.memory, "evict": args.evict, "tiers": args.tier,
+            "tier_directory": args.tier_dir,
         }  # fmt: skip
         settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if format_said(args):

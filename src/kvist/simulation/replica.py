@@ -19,7 +19,7 @@ from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
 from kvist.cache.sequence import Sequence
 from kvist.cache.tier import Tier
-from kvist.cache.tiers import NO_TRAFFIC, Traffic
+from kvist.cache.traffic import NO_TRAFFIC, Traffic
 from kvist.errors import DoesNotFit, InputError
 from kvist.scheduler import Limits, Scheduler
 from kvist.simulation.clock import StepClock

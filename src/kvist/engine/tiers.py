@@ -1,0 +1,264 @@
+"""Real memory behind the arena: blocks go there as their codes, byte for byte, and come back.
+
+::
+
+    arena ──reclaimed──▶ host: memory of the machine ──evicted──▶ disk: one file, which nobody else sees
+          ◀──────────────────────── loaded, before the step that reads it
+
+Which bytes move is decided by :mod:`kvist.cache.tiers`, for the engine as for a simulation; here they are moved.
+"""
+
+import contextlib
+import errno
+import os
+import tempfile
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvist.cache.groups import Group, unit_of
+from kvist.cache.places import DEVICE, Transfer
+from kvist.cache.tier import Tier
+from kvist.engine.machine import machine_memory, zeros
+from kvist.errors import DoesNotFit, InputError
+from kvist.model_files import cache_dir
+from kvist.units import format_size
+
+KINDS = ("host", "disk")
+
+
+def tiers_of(given: Seq[Tier | str] | Tier | str) -> tuple[Tier, ...]:
+    """The tiers that are asked for, the nearest first: ``host=4GiB``, ``disk=20GiB``.
+
+    Raises:
+        InputError: one is written otherwise, says a rate, or is neither host nor disk.
+    """
+    asked = [given] if isinstance(given, Tier | str) else given
+    tiers = tuple(Tier.parse_real(each) if isinstance(each, str) else each for each in asked)
+    for tier in tiers:
+        if not isinstance(tier, Tier):
+            raise InputError(f"tier: {tier!r}; write host=4GiB or disk=20GiB", key="tier")
+        if tier.name not in KINDS:
+            raise InputError(
+                f"tier: {tier.name!r} is no memory of this machine; {' or '.join(KINDS)}, such as host=4GiB", key="tier"
+            )
+    if len({tier.name for tier in tiers}) < len(tiers):
+        raise InputError(f"tier: {', '.join(tier.name for tier in tiers)}; each name once", key="tier")
+    return tiers
+
+
+def check_capacities(tiers: Seq[Tier], groups: Seq[Group]) -> None:
+    """See that each tier holds a block of the prefix.
+
+    Raises:
+        DoesNotFit: one does not.
+    """
+    unit = unit_of(groups)
+    paged = [group for group in groups if group.fixed_blocks is None and group.lifetime != "tail"]
+    least = sum(unit // group.block_tokens * group.block_bytes for group in paged)
+    least += sum((group.fixed_blocks or 0) * group.block_bytes for group in groups)
+    for tier in tiers:
+        if tier.capacity_bytes < least:
+            raise DoesNotFit(
+                f"tier: {tier.name}={format_size(tier.capacity_bytes)} does not hold one block of {unit} tokens; "
+                f"at least {format_size(least)}"
+            )
+
+
+class Store(Protocol):
+    """The bytes of one tier."""
+
+    size: int
+
+    def read(self, offset: int, into: Tensor) -> None:
+        """Copy bytes that begin at ``offset`` into uint8 ``[count]``, contiguous."""
+        ...
+
+    def write(self, offset: int, data: Tensor) -> None:
+        """Copy uint8 ``[count]``, contiguous, to where bytes begin at ``offset``."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back."""
+        ...
+
+
+class Host:
+    """Memory of the machine.
+
+    Raises:
+        DoesNotFit: it does not have as much.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.bytes = zeros(size)
+        self.size = self.bytes.numel()
+
+    def read(self, offset: int, into: Tensor) -> None:
+        """Copy from here."""
+        into.copy_(self.bytes[offset : offset + into.numel()])
+
+    def write(self, offset: int, data: Tensor) -> None:
+        """Copy to here."""
+        self.bytes[offset : offset + data.numel()].copy_(data)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+
+class Disk:
+    """A file in a directory, allocated whole and at once; its name is gone as soon as it is open.
+
+    So nothing is left behind however the process ends, and no other reads it.
+
+    Raises:
+        InputError: nothing can be written there.
+        DoesNotFit: there is not so much space.
+    """
+
+    def __init__(self, size: int, directory: Path) -> None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self.file, name = tempfile.mkstemp(prefix="tier-", dir=directory)
+        except OSError as error:
+            raise InputError(
+                f"tier_directory: {directory}: {error.strerror}; name one that can be written to", key="tier_directory"
+            ) from error
+        try:
+            try:
+                Path(name).unlink()
+                _allocate(self.file, size)
+            except OSError as error:
+                raise DoesNotFit(
+                    f"tier: disk={format_size(size)}: {directory}: {error.strerror}; ask for less, or name another "
+                    f"directory"
+                ) from error
+        except BaseException:
+            os.close(self.file)
+            raise
+        self.size = os.fstat(self.file).st_size
+
+    def read(self, offset: int, into: Tensor) -> None:
+        """Copy from here."""
+        view = into.numpy().data
+        while view:
+            count = os.preadv(self.file, [view], offset)
+            if not count:
+                raise OSError(f"the file ends at {offset}")
+            view, offset = view[count:], offset + count
+
+    def write(self, offset: int, data: Tensor) -> None:
+        """Copy to here."""
+        view = data.numpy().data
+        while view:
+            count = os.pwrite(self.file, view, offset)
+            view, offset = view[count:], offset + count
+
+    def close(self) -> None:
+        """Give the space back."""
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            self.close()
+
+
+def _allocate(file: int, size: int) -> None:
+    """Take the space of a file now, so that no later write finds the disk full."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+        return
+    system = os.fstatvfs(file)
+    if system.f_bavail * system.f_frsize < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.truncate(file, size)
+
+
+class TierBytes:
+    """The bytes of all tiers of one arena.
+
+    Args:
+        tiers: what they hold, the nearest first.
+        arena_bytes: of the arena before them.
+        directory: where the disk's file is put; a folder of the user's cache directory where it is left out.
+
+    Attributes:
+        stores: of each tier.
+        read: bytes that each has given so far.
+        written: bytes that each was given.
+        torn: why a move could not be done; what the tiers hold is not to be relied on then.
+
+    Raises:
+        InputError, DoesNotFit: the machine or the directory does not have as much.
+    """
+
+    def __init__(self, tiers: Seq[Tier], arena_bytes: int, directory: str | Path | None = None) -> None:
+        self.torn: OSError | None = None
+        self.stores: list[Store] = []
+        self.read = [0] * len(tiers)
+        self.written = [0] * len(tiers)
+        machine = machine_memory()
+        host = sum(tier.capacity_bytes for tier in tiers if tier.name == "host")
+        if host and machine is not None and host + arena_bytes > machine:
+            raise DoesNotFit(
+                f"tier: host={format_size(host)} beside a cache of {format_size(arena_bytes)}; this machine has "
+                f"{format_size(machine)} in all"
+            )
+        place = cache_dir() / "tiers" if directory is None else Path(directory).expanduser()
+        for tier in tiers:
+            size = tier.capacity_bytes
+            self.stores.append(Disk(size, place) if tier.name == "disk" else Host(size))
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Of all tiers."""
+        return sum(store.size for store in self.stores)
+
+    def move(self, transfer: Transfer, arena: Tensor) -> None:
+        """Copy bytes between tiers and the arena, uint8 ``[bytes]``; :attr:`torn` tells if that failed."""
+        source, target = transfer.source.level, transfer.target.level
+        try:
+            for start, end, size in transfer.runs():
+                # One side at least is memory, which the other reads or writes: of two files there is never more than
+                # one.
+                if target != DEVICE and (memory := self._memory(source, arena)) is not None:
+                    self.stores[target].write(end, memory[start : start + size])
+                elif (memory := self._memory(target, arena)) is not None:
+                    self.stores[source].read(start, memory[end : end + size])
+                if source != DEVICE:
+                    self.read[source] += size
+                if target != DEVICE:
+                    self.written[target] += size
+        except OSError as error:
+            self.torn = self.torn or error
+
+    def _memory(self, level: int, arena: Tensor) -> Tensor | None:
+        if level == DEVICE:
+            return arena
+        store = self.stores[level]
+        return store.bytes if isinstance(store, Host) else None
+
+    def snapshot(self, counted: Seq[dict[str, Any]], hit_tokens: Mapping[str, int]) -> list[dict[str, Any]]:
+        """What the cache counts of each tier, with what is real of it."""
+        return [
+            {
+                **tier,
+                "allocated_bytes": store.size,
+                "hit_tokens": hit_tokens.get(tier["name"], 0),
+                "read_bytes": read,
+                "written_bytes": written,
+            }
+            for tier, store, read, written in zip(counted, self.stores, self.read, self.written, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Give everything back; nothing can be moved any more."""
+        for store in self.stores:
+            store.close()
