@@ -151,6 +151,20 @@ class Arena:
 
     # -- slabs ----------------------------------------------------------------------------------------------
 
+    def grow(self, layout: ArenaLayout) -> None:
+        """Go on in an arena with more slabs of the same size behind those that there are; every id stays."""
+        more = layout.num_slabs - self.layout.num_slabs
+        if more < 0 or layout.blocks_per_slab != self.layout.blocks_per_slab:
+            raise ValueError("an arena grows by slabs that are cut as its own")
+        counts = [layout.total_blocks(group) - refs.size for group, refs in enumerate(self.refs)]
+        for group, count in enumerate(counts):
+            self.refs[group] = np.concatenate((self.refs[group], np.zeros(count, np.int32)))
+            self.kept[group] = np.concatenate((self.kept[group], np.zeros(count, np.bool_)))
+            self._free[group] = np.concatenate((self._free[group], np.empty(count, np.int64)))
+        self._owner = np.concatenate((self._owner, np.full(more, -1, np.int16)))
+        self._free_slabs = [*range(layout.num_slabs - 1, self.layout.num_slabs - 1, -1), *self._free_slabs]
+        self.layout = layout
+
     def _lend(self, group: int, blocks: int) -> None:
         per_slab = self.layout.blocks_per_slab[group]
         count = -(-blocks // per_slab)
