@@ -1,6 +1,7 @@
 """transformers' models with kvist's cache: the tokens of its own cache in f32, and of the engine in every format."""
 
 import copy
+import doctest
 import json
 import subprocess
 import sys
@@ -383,3 +384,11 @@ def test_without_transformers_one_line_says_what_to_install(absent: str) -> None
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == f"{absent} is not installed; kvist.hf needs it: pip install 'kvist[hf]'\n"
+
+
+def test_what_the_page_shows() -> None:
+    failed, attempted = doctest.testfile(
+        str(Path(__file__).parents[1] / "docs/transformers.md"), module_relative=False, verbose=False
+    )
+    assert attempted > 10
+    assert failed == 0

@@ -150,7 +150,7 @@ class KvistCache(Cache):
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back tokens: ``-n`` the last n; in versions of transformers before 5.1, ``n`` all behind the first n.
+        """Take back tokens: ``-n`` the last n; ``n``, as older versions of transformers say it, all behind the first n.
 
         Raises:
             InputError: there are not so many, or a window has given back what the rest needs: call
