@@ -6,7 +6,13 @@
 #include <atomic>
 #include <cstring>
 
-#define KVIST_LANES 8
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#define KVIST_NEON 1
+#endif
+
+// SSE2's, and NEON's.
+#define KVIST_LANES 4
 
 namespace kvist::portable::baseline {
 

@@ -1,5 +1,6 @@
-// Vectors of eight or sixteen floats as the compilers know them on every processor, and the loops of attention over
-// them. Included inside a namespace, once a build, which says KVIST_LANES.
+// Vectors of four, eight or sixteen floats as the compilers know them on every processor, and the loops of attention over
+// them. Included inside a namespace, once a build, which says KVIST_LANES: as many as a register holds. Of vectors that
+// take two, GCC keeps sums in memory.
 
 #define KVIST_INLINE static inline __attribute__((always_inline))
 
@@ -14,8 +15,16 @@ typedef std::uint16_t Halves __attribute__((vector_size(2 * KVIST_LANES)));
 typedef std::int8_t Bytes __attribute__((vector_size(KVIST_LANES)));
 typedef std::uint8_t Codes __attribute__((vector_size(KVIST_LANES)));
 
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define KVIST_SHUFFLES 1
+#endif
+#endif
+
 #if KVIST_LANES == 16
 KVIST_INLINE Floats all(float x) { return Floats{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+#elif KVIST_LANES == 4
+KVIST_INLINE Floats all(float x) { return Floats{x, x, x, x}; }
 #else
 KVIST_INLINE Floats all(float x) { return Floats{x, x, x, x, x, x, x, x}; }
 #endif
@@ -44,6 +53,29 @@ KVIST_INLINE std::uint32_t bits_of(float x) {
     return bits;
 }
 
+#if KVIST_LANES == 4 && KVIST_SHUFFLES
+// The compilers widen four bytes, which no register holds, one by one: between zeros they lie as they are wanted.
+typedef std::uint64_t Two __attribute__((vector_size(16)));
+typedef std::uint16_t EightHalves __attribute__((vector_size(16)));
+typedef std::uint8_t SixteenCodes __attribute__((vector_size(16)));
+
+KVIST_INLINE Bits load_halves(const void* p) {
+    std::uint64_t four;
+    std::memcpy(&four, p, sizeof four);
+    return (Bits)__builtin_shufflevector((EightHalves)Two{four, 0}, EightHalves{}, 0, 8, 1, 9, 2, 10, 3, 11);
+}
+KVIST_INLINE Bits load_codes(const void* p) {
+    std::uint32_t four;
+    std::memcpy(&four, p, sizeof four);
+    const auto x = (SixteenCodes)Bits{four, 0, 0, 0};
+    const auto halves = (EightHalves)__builtin_shufflevector(x, SixteenCodes{}, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21,
+                                                             6, 22, 7, 23);
+    return (Bits)__builtin_shufflevector(halves, EightHalves{}, 0, 8, 1, 9, 2, 10, 3, 11);
+}
+KVIST_INLINE Floats load_signed(const void* p) {
+    return __builtin_convertvector((Ints)(load_codes(p) << 24) >> 24, Floats);
+}
+#else
 KVIST_INLINE Bits load_halves(const void* p) {
     Halves x;
     std::memcpy(&x, p, sizeof x);
@@ -59,6 +91,7 @@ KVIST_INLINE Floats load_signed(const void* p) {
     std::memcpy(&x, p, sizeof x);
     return __builtin_convertvector(__builtin_convertvector(x, Ints), Floats);
 }
+#endif
 // Small integers: signed conversion is one instruction.
 KVIST_INLINE Floats numbers(Bits x) { return __builtin_convertvector((Ints)x, Floats); }
 
@@ -82,6 +115,8 @@ KVIST_INLINE Floats load_f16(const void* p) {
     return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
 #elif KVIST_F16C
     return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+#elif KVIST_NEON
+    return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(static_cast<const std::uint16_t*>(p))));
 #else
     return widened<10, 15, 0x8000, 0x7c00>(load_halves(p));
 #endif
@@ -158,13 +193,7 @@ KVIST_INLINE Floats tanh(Floats x) {
     return x < 0.0f ? -result : result;
 }
 
-#if defined(__has_builtin)
-#if __has_builtin(__builtin_shufflevector)
-#define KVIST_SHUFFLES 1
-#endif
-#endif
-
-#if KVIST_SHUFFLES
+#if KVIST_SHUFFLES && KVIST_LANES > 4
 KVIST_INLINE Eight folded(Eight x) { return x; }
 #if KVIST_LANES == 16
 KVIST_INLINE Eight folded(Floats x) {
@@ -176,7 +205,11 @@ KVIST_INLINE Eight folded(Floats x) {
 
 // The sums of the lanes of four vectors.
 KVIST_INLINE Four sums_of(Floats one, Floats two, Floats three, Floats four) {
-#if KVIST_SHUFFLES
+#if KVIST_SHUFFLES && KVIST_LANES == 4
+    const Four ab = __builtin_shufflevector(one, two, 0, 4, 1, 5) + __builtin_shufflevector(one, two, 2, 6, 3, 7);
+    const Four cd = __builtin_shufflevector(three, four, 0, 4, 1, 5) + __builtin_shufflevector(three, four, 2, 6, 3, 7);
+    return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+#elif KVIST_SHUFFLES
     const Eight a = folded(one), b = folded(two), c = folded(three), d = folded(four);
     const Eight ab = __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13) +
                      __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
