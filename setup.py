@@ -83,6 +83,8 @@ setup(
                 "-fvisibility=hidden",
                 "-fno-strict-aliasing",
                 "-g0",
+                # Clang does not know one of the next.
+                "-Wno-unknown-warning-option",
                 "-Wno-uninitialized",
                 "-Wno-maybe-uninitialized",
                 "-Wno-psabi",
