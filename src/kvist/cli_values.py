@@ -154,6 +154,16 @@ def compared_format(text: str) -> "CacheFormat":
 
 
 @_typed
+def cartridge_format(text: str) -> "CacheFormat":
+    """``int8/int4``, or one codec for keys and values."""
+    from kvist.spec.format_words import pair
+    from kvist.spec.formats import CacheFormat
+
+    key, value = pair(text, key="cartridge_format")
+    return CacheFormat(key=key, value=value)
+
+
+@_typed
 def named_file(text: str) -> tuple[str, str]:
     """``NAME=FILE``."""
     name, sign, file = text.partition("=")

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy.typing as npt
 
 from kvist.batch import Batch, Chunk, Request
+from kvist.cache.leads import Lead
 from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
 from kvist.cache.sequence import Compaction, Move, Reservation, Sequence, append_each
@@ -140,6 +141,7 @@ class Scheduler:
         pruning: Pruning | None = None,
         *,
         pinned: int = 0,
+        lead: Lead | None = None,
         apart: bool = False,
     ) -> Request:
         """Queue a prompt, int32 ``[size]``; without ``max_tokens`` it may generate as far as it can.
@@ -154,6 +156,7 @@ class Scheduler:
             key: what must be equal for its prefix to be shared.
             pruning: how far it is pruned, what is pinned included.
             pinned: tokens of a pinned run with which it begins; no part of what is counted.
+            lead: what stands before it in blocks of its own; it is not pruned then.
             apart: it takes no part in the tree, but for what is pinned.
 
         Raises:
@@ -162,7 +165,7 @@ class Scheduler:
         """
         try:
             sequence = self.manager.begin(tokens, key)
-            sequence.pinned, sequence.apart = pinned, apart
+            sequence.pinned, sequence.apart, sequence.lead = pinned, apart, lead
             sequence.pruning = pruning.of_prompt(sequence.size) if pruning else None
             return self._add(request_id, sequence, max_tokens)
         except (InputError, DoesNotFit):
@@ -170,8 +173,8 @@ class Scheduler:
             raise
 
     def _add(self, request_id: str, sequence: Sequence, max_tokens: int | None) -> Request:
-        pinned = sequence.pinned
-        prompt, context = sequence.size - pinned, self.limits.max_context - pinned
+        before = sequence.before
+        prompt, context = sequence.size - sequence.pinned, self.limits.max_context - before
         if prompt == 0:
             raise InputError("prompt: it has no tokens; at least one is needed", key="prompt")
         if max_tokens is not None and max_tokens < 1:
@@ -180,7 +183,7 @@ class Scheduler:
             generated = f" and {max_tokens} to generate are {prompt + max_tokens}" if max_tokens else ""
             raise InputError(
                 f"prompt: {prompt} tokens{generated}; the context is {context} tokens"
-                f"{f' behind the cartridge of {pinned}' if pinned else ''}, prompt and answer together: "
+                f"{f' behind the cartridge of {before}' if before else ''}, prompt and answer together: "
                 f"shorten the prompt{f' or lower max_tokens to {context - prompt}' if context > prompt else ''}",
                 key="prompt",
             )
@@ -421,7 +424,11 @@ class Scheduler:
                     "blocks": {group.name: request.sequence.blocks(index) for index, group in enumerate(groups)},
                     "bytes": self.manager.held_bytes(request.sequence),
                     "planned_bytes": allocated_bytes(
-                        groups, request.sequence.length, request.sequence.in_flight, request.sequence.pruned
+                        groups,
+                        request.sequence.length,
+                        request.sequence.in_flight,
+                        request.sequence.pruned,
+                        request.sequence.held_before,
                     ),
                     "age_seconds": time.time() - request.arrived,
                 }

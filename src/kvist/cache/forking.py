@@ -14,7 +14,7 @@ def fork(manager: "CacheManager", sequence: Sequence) -> Fork | None:
     """:meth:`CacheManager.fork`."""
     length = sequence.length
     if any(
-        table.size > group.all_blocks(length - gone)
+        group.lifetime != "lead" and table.size > group.all_blocks(length - gone)
         for group, table, gone in zip(manager.groups, sequence.tables, sequence.dropped, strict=True)
     ):
         raise ValueError("a sequence forks between steps, when nothing that it reserved is in flight")
@@ -36,7 +36,7 @@ def fork(manager: "CacheManager", sequence: Sequence) -> Fork | None:
     )
     twin.given_back = list(sequence.given_back)
     twin.node, twin.begun, twin.room = sequence.node, sequence.begun, sequence.room
-    twin.parting, twin.pinned = sequence.parting, sequence.pinned
+    twin.parting, twin.pinned, twin.lead = sequence.parting, sequence.pinned, sequence.lead
     manager.tree.hold(twin.node)
     for group, table in enumerate(sequence.tables):
         manager.arena.share(group, table[sequence.given_back[group] : table.size - wanted[group]])
@@ -57,7 +57,7 @@ def _shareable(manager: "CacheManager", group: Group, table: Ids, length: int, d
     match group.lifetime:
         case "state":
             return 0
-        case "cross":
+        case "cross" | "lead":
             return table.size
         case _ if dropped:
             return (length - dropped) // group.block_tokens

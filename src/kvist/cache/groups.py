@@ -22,6 +22,7 @@ chunk         of those since the chunk's first token      up to a point whose ch
 compressed    of whole entries, ``ratio`` tokens each     as full
 sealed        of whole runs, ``sealed`` tokens each       as full
 tail          of the tokens behind the last whole run     all: it is empty where runs are shared
+lead          none: those that it refers to were there    all: what stands before it is shared already
 state         one a layer, whatever the length            up to a point where a checkpoint was taken
 cross         of the encoder's tokens                     none: they are not the sequence's own
 ============  ==========================================  ============================================
@@ -55,7 +56,7 @@ MAX_BLOCK_TOKENS = 1 << 20
 ENDLESS = 1 << 62
 """More tokens than any sequence has: what fixed blocks are enough for."""
 
-Lifetime = Literal["full", "window", "chunk", "compressed", "sealed", "tail", "state", "cross"]
+Lifetime = Literal["full", "window", "chunk", "compressed", "sealed", "tail", "lead", "state", "cross"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,8 @@ class Group:
                 return "sealed"
             case Attention(tail=int()):
                 return "tail"
+            case Attention(lead=True):
+                return "lead"
             case Attention(chunk=int()):
                 return "chunk"
             case Attention(window=int()) | Latent(window=int()):
@@ -132,6 +135,8 @@ class Group:
                 return len(self.layers)
             case Cross(encoder_tokens=int(encoder)):
                 return -(-encoder // self.block_tokens)
+            case Attention(lead=True):
+                return 0
             case _:
                 return None
 
@@ -211,13 +216,13 @@ class Group:
     def room(self, blocks: int) -> int:
         """Most tokens of a sequence for which so many blocks, dead ones included, are enough."""
         if self.fixed_blocks is not None:
-            return ENDLESS if blocks else 0
+            return ENDLESS if blocks or self.lifetime == "lead" else 0
         return blocks * self.block_tokens + self._entry_tokens - 1
 
     def unfilled_bytes(self, blocks: int, tokens: int) -> int:
         """Bytes of a sequence's ``blocks``, dead ones included, that ``tokens`` leave empty."""
         match self.layer:
-            case State():
+            case State() | Attention(lead=True):
                 return 0
             case Cross(encoder_tokens=int(encoder)):
                 tokens = encoder
@@ -246,8 +251,10 @@ class Group:
 
         A full group needs every block; a window or chunk those that its next query sees; a state must have been kept
         at the very end, and what is ``present`` of it are the blocks of tokens at whose end it was. An encoder's tokens
-        cannot be found in blocks of the sequence's at all.
+        cannot be found in blocks of the sequence's at all, and what stands before a sequence need not be.
         """
+        if self.lifetime == "lead":
+            return len(present)
         if self.fixed_blocks is not None:
             (kept,) = present.nonzero()
             return int(kept[-1]) + 1 if kept.size and self.lifetime == "state" else 0
@@ -383,7 +390,7 @@ def _indivisible_tokens(layer: Layer) -> int:
 def _names(members: Iterable[tuple[Layer, CacheFormat]], usual: CacheFormat) -> list[str]:
     names: list[str] = []
     for layer, fmt in members:
-        name = f"{_name(layer)}{_told(fmt, usual)}"
+        name = f"{name_of(layer)}{_told(fmt, usual)}"
         twins = sum(1 for other in names if other == name or other.startswith(f"{name}."))
         names.append(f"{name}.{twins}" if twins else name)
     return names
@@ -399,10 +406,13 @@ def _told(fmt: CacheFormat, usual: CacheFormat) -> str:
     return "".join(f"-{word}" for word in words)
 
 
-def _name(layer: Layer) -> str:
+def name_of(layer: Layer) -> str:
+    """What groups of such layers are called, before their format."""
     match layer:
         case Attention(sealed=int(run)):
             return f"sealed-{run}"
+        case Attention(lead=True):
+            return "lead"
         case Attention(tail=int(run)):
             return f"tail-{run}"
         case Attention(chunk=int(chunk)):

@@ -33,6 +33,8 @@ from kvist.cache.compaction import compact
 from kvist.cache.forking import fork
 from kvist.cache.groups import Group, unit_of
 from kvist.cache.layout import ArenaLayout
+from kvist.cache.lead_groups import lead_unit
+from kvist.cache.leads import Lead, pin_lead
 from kvist.cache.pinning import Pins, pin
 from kvist.cache.places import Places
 from kvist.cache.prefix import Match, PrefixKey, PrefixTree
@@ -66,6 +68,7 @@ class CacheManager:
         moves: copies that were decided and not yet returned, in order.
         unit_tokens: tokens of which every shared prefix is a multiple.
         windows: whether a group gives blocks back while a sequence runs.
+        leads: whether cartridges lie in groups of their own.
 
     Raises:
         InputError: there is no order of that name, or ``checkpoint_every`` or ``max_checkpoints`` is no such number.
@@ -97,6 +100,7 @@ class CacheManager:
         self.prefix_cache = prefix_cache and not encoder and not (self._states and max_checkpoints == 0)
         self.block_tokens = min(group.block_tokens for group in self.groups)
         self.unit_tokens = unit_of(self.groups)
+        self.leads = lead_unit(self.groups) > 0
         self._checkpointing = Checkpointing(self, checkpoint_every)
         self._checkpointed = self.prefix_cache and bool(self._states)
         self.moves: list[Move] = []
@@ -138,6 +142,8 @@ class CacheManager:
         if self._checkpointed and sequence.shared:
             limit = self._checkpointing.stop(sequence, stored, limit, parting)
         found = behind.tables if behind else match.blocks if match else None
+        if found and sequence.lead is not None:
+            sequence.lead.put_before(found)
         have = found or sequence.tables
         wanted = [
             group.all_blocks(limit - gone) - table.size
@@ -375,7 +381,8 @@ class CacheManager:
         """
         if self.tiers is None or sequence.in_flight or not sequence.length or sequence.pruned:
             return False
-        swapped = Swapped(sequence.length, self.held_bytes(sequence))
+        before = 0 if sequence.lead is None else self.held_bytes(sequence.lead)
+        swapped = Swapped(sequence.length, self.held_bytes(sequence) - before)
         if not self.tiers.swap_out(swapped):
             return False
         self.release(sequence, keep=False)
@@ -407,13 +414,14 @@ class CacheManager:
         count: int,
         key: PrefixKey,
         *,
-        behind: Sequence | None = None,
+        behind: Sequence | Lead | None = None,
         tokens: npt.NDArray[np.int32] | None = None,
-    ) -> Sequence:
+    ) -> Sequence | Lead:
         """Take blocks for a run that stands for ``count`` tokens which nobody has.
 
         Whoever calls fills them before the next step and says so with :meth:`filled`, or gives them back with
-        :meth:`release`. Requests whose tokens begin with its own find it under ``key``.
+        :meth:`unpin`. Requests whose tokens begin with its own find it under ``key``. Where cartridges have a format of
+        their own it is a lead, which those have whose :attr:`Sequence.lead` it is; key and tokens say nothing then.
 
         Args:
             count: of its tokens.
@@ -426,17 +434,26 @@ class CacheManager:
             InputError: ``count`` is no multiple of the unit, or a group keeps something that is no token's.
             DoesNotFit: there is no room now; nothing has changed.
         """
+        if self.leads:
+            assert not isinstance(behind, Sequence)
+            return pin_lead(self, count, behind)
+        assert not isinstance(behind, Lead)
         return pin(self, count, key, behind, tokens)
 
-    def filled(self, pinned: Sequence) -> None:
+    def filled(self, pinned: Sequence | Lead) -> None:
         """What is pinned is stored now: nothing reclaims it until :meth:`unpin`, but for what windows never read."""
-        self.commit(pinned, pinned.pinned)
+        if isinstance(pinned, Sequence):
+            self.commit(pinned, pinned.pinned)
         self.pins.add(pinned)
 
-    def unpin(self, pinned: Sequence) -> None:
-        """Let a pinned run go: it is reclaimed like any other once nobody uses it."""
-        self.pins.remove(pinned)
-        self.release(pinned)
+    def unpin(self, pinned: Sequence | Lead) -> None:
+        """Let a pinned run go: it is reclaimed like any other once nobody uses it, and at once where it is a lead."""
+        filled = self.pins.remove(pinned)
+        if isinstance(pinned, Sequence):
+            self.release(pinned, keep=filled)
+            return
+        for group, table in enumerate(pinned.tables):
+            self.arena.drop(group, table)
 
     def clear(self) -> None:
         """Forget every cached block, and take back the slabs that are free then."""
@@ -454,9 +471,11 @@ class CacheManager:
 
     # -- look -----------------------------------------------------------------------------------------------
 
-    def held_bytes(self, sequence: Sequence) -> int:
-        """Bytes of the blocks that a sequence refers to, shared ones included."""
-        return sum(sequence.blocks(group) * size for group, size in enumerate(self.layout.block_bytes))
+    def held_bytes(self, holder: Sequence | Lead) -> int:
+        """Bytes of the blocks that a sequence or a lead refers to, shared ones included."""
+        if isinstance(holder, Sequence):
+            return sum(holder.blocks(group) * size for group, size in enumerate(self.layout.block_bytes))
+        return sum(table.size * size for table, size in zip(holder.tables, self.layout.block_bytes, strict=True))
 
     def snapshot(
         self, sequences: Mapping[str, Sequence] | None = None, text_of: Callable[[list[int]], str] | None = None

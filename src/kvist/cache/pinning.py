@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvist.cache.layout import ArenaLayout
+from kvist.cache.leads import Lead
 from kvist.cache.prefix import PrefixKey
 from kvist.cache.sequence import NO_BLOCKS, Sequence
 from kvist.errors import DoesNotFit, InputError
@@ -34,33 +35,36 @@ class Pins:
         layout: how the arena is cut.
 
     Attributes:
-        sequences: those that pin.
+        held: what is pinned.
         changes: ascends with each that comes or goes.
     """
 
     def __init__(self, layout: ArenaLayout) -> None:
         self._layout = layout
-        self.sequences: list[Sequence] = []
+        self.held: list[Sequence | Lead] = []
         self.changes = 0
         groups = len(layout.blocks_per_slab)
         # Per group: pinned blocks, and the slabs in which they lie, which no other group will have.
         self._blocks = [0] * groups
         self._slabs = [0] * groups
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, pinned: Sequence | Lead) -> None:
         """One more."""
-        self.sequences.append(sequence)
+        self.held.append(pinned)
         self._count()
 
-    def remove(self, sequence: Sequence) -> None:
-        """One fewer."""
-        self.sequences.remove(sequence)
+    def remove(self, pinned: Sequence | Lead) -> bool:
+        """One fewer; False where it was none."""
+        if pinned not in self.held:
+            return False
+        self.held.remove(pinned)
         self._count()
+        return True
 
     def _count(self) -> None:
         self.changes += 1
         for group, per in enumerate(self._layout.blocks_per_slab):
-            tables = [sequence.tables[group] for sequence in self.sequences]
+            tables = [pinned.tables[group] for pinned in self.held]
             # Two names of one cartridge have the same blocks; windows have given some back.
             ids = np.unique(np.concatenate([NO_BLOCKS, *tables]))
             ids = ids[ids >= 0]
@@ -69,7 +73,7 @@ class Pins:
 
     def slabs_with(self, blocks: Seq[int]) -> int:
         """Slabs for what is pinned and ``blocks[g]`` more of each group."""
-        if not self.sequences:
+        if not self.held:
             return self._layout.slabs_for(blocks)
         sizes = zip(blocks, self._blocks, self._slabs, self._layout.blocks_per_slab, strict=True)
         return sum(max(slabs, -(-(count + pinned) // per)) for count, pinned, slabs, per in sizes)

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from kvist.cache.arena import Ids
 from kvist.cache.checkpoints import Checkpoint
+from kvist.cache.leads import Lead
 from kvist.cache.places import Transfer
 from kvist.cache.prefix import PrefixKey
 from kvist.cache.reclaim import Node
@@ -43,12 +44,14 @@ class Sequence:
         digests: names of its leading blocks in the tiers, as far as they were looked for.
         swapped: what it has in the first tier while it waits to come back.
         pinned: leading tokens that are a pinned run's (:mod:`kvist.cache.pinning`): found in the tree, never computed.
+        lead: what stands before it in blocks of its own, to which its tables refer from the first reservation to the
+            release (:mod:`kvist.cache.leads`); none of its tokens.
     """
 
     __slots__ = (
-        "apart", "begun", "digests", "dropped", "given_back", "hit_tokens", "in_flight", "key", "length", "node",
-        "parting", "pinned", "prompt_size", "pruned", "pruning", "published", "room", "size", "swapped", "tables",
-        "tokens", "trailing",
+        "apart", "begun", "digests", "dropped", "given_back", "hit_tokens", "in_flight", "key", "lead", "length",
+        "node", "parting", "pinned", "prompt_size", "pruned", "pruning", "published", "room", "size", "swapped",
+        "tables", "tokens", "trailing",
     )  # fmt: skip
 
     def __init__(self, tokens: npt.NDArray[np.int32], key: PrefixKey, groups: int) -> None:
@@ -73,11 +76,27 @@ class Sequence:
         self.digests: list[bytes] | None = None
         self.swapped: Swapped | None = None
         self.pinned = 0
+        self.lead: Lead | None = None
 
     @property
     def shared(self) -> bool:
         """Whether the tree is asked for its prefix, and given its blocks: never those of a pruned sequence."""
         return not (self.apart or self.pruned)
+
+    @property
+    def first_position(self) -> int:
+        """Position of its first token."""
+        return 0 if self.lead is None else self.lead.tokens
+
+    @property
+    def before(self) -> int:
+        """Positions of cartridges before its own tokens."""
+        return self.pinned + self.first_position
+
+    @property
+    def held_before(self) -> int:
+        """Tokens of its lead, while its tables refer to it."""
+        return self.first_position if self.begun else 0
 
     def append(self, token: int) -> None:
         """One more token is known; its key and value are not stored yet."""

@@ -47,17 +47,18 @@ class Teacher:
         Raises:
             DoesNotFit: the cache cannot hold them.
         """
-        pinned = 0 if behind is None else behind.tokens
-        if behind is not None:
-            context = behind.placeholders.tolist()
+        stands = None if behind is None else self.engine.shelf.beginning(behind, self.engine.prefix_key(""))
+        if stands is not None:
+            context = stands.tokens.tolist()
             self.engine.shelf.store_joined()
         # The last token is foretold, and never read.
         whole = np.array([*context, *tokens[:-1]], np.int32)
         start = len(context) + first - 1
         cache, runner = self.engine.cache, self.engine.runner
         # What is learnt is no part of what the tree is asked for: its logits are wanted, and so it is read each time.
-        sequence = cache.begin(whole[: start + 1], self.key if behind is None else behind.pin.key)
-        sequence.pinned = pinned
+        sequence = cache.begin(whole[: start + 1], self.key if stands is None else stands.key)
+        if stands is not None:
+            sequence.pinned, sequence.lead = stands.tokens.size, stands.lead
         request = Request("self-study", sequence, 0)
         found: list[Tensor] = []
         try:

@@ -4,7 +4,16 @@ import argparse
 from typing import Any
 
 from kvist import cli_values as values
-from kvist.commands.options import BLOCK, add_cartridges, add_command, add_dtype, add_format, add_json, check_place
+from kvist.commands.options import (
+    BLOCK,
+    add_cartridge_format,
+    add_cartridges,
+    add_command,
+    add_dtype,
+    add_format,
+    add_json,
+    check_place,
+)
 from kvist.errors import InputError
 
 
@@ -85,6 +94,7 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         "--memory", type=values.size, metavar="SIZE", help="for the cache alone; the weights come on top (512MiB)"
     )
     add_format(command, default=None)
+    add_cartridge_format(command)
     command.add_argument("--block", type=BLOCK, metavar="N", help="tokens of a block (16)")
     command.add_argument(
         "--evict",
@@ -117,6 +127,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
         check_place(args.plot)
         check_plot(args.plot)
+    _require_cartridge(args)
     from kvist.engine.commands import generate
 
     code: int = generate(args)
@@ -125,6 +136,14 @@ def run_generate(args: argparse.Namespace) -> int:
 
 def run_serve(args: argparse.Namespace) -> int:
     """``kvist serve``: ``args`` has the options by name and ``model`` (None: the default)."""
+    _require_cartridge(args)
     from kvist.server.run import serve
 
     return serve(args)
+
+
+def _require_cartridge(args: argparse.Namespace) -> None:
+    if args.cartridge_format is not None and not args.cartridge:
+        raise InputError(
+            "cartridge_format: there is no cartridge to store so; name one with `cartridge`", key="cartridge_format"
+        )

@@ -78,6 +78,16 @@ def add_cartridges(command: argparse.ArgumentParser, *, help: str) -> None:
     command.add_argument("--cartridge", type=values.named_file, action="append", metavar="NAME=FILE", help=help)
 
 
+def add_cartridge_format(command: argparse.ArgumentParser) -> None:
+    """Add how cartridges are stored."""
+    command.add_argument(
+        "--cartridge-format",
+        type=values.cartridge_format,
+        metavar="K/V",
+        help="how cartridges are stored, such as int8/int4, whatever the cache is stored in (as the cache)",
+    )
+
+
 def add_settings(command: argparse.ArgumentParser, *, help: str) -> None:
     """Add ``--set KEY=VALUE``, settings of an engine."""
     command.add_argument("--set", type=values.assumption, action="append", metavar="KEY=VALUE", help=help)

@@ -8,6 +8,7 @@ from kvist.commands.options import (
     BLOCK,
     MODEL_HELP,
     add_assume,
+    add_cartridge_format,
     add_command,
     add_format,
     add_json,
@@ -86,6 +87,7 @@ def _add_users(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of a trained cache, stored once, behind which every sequence begins",
     )
+    add_cartridge_format(command)
 
 
 # What is said of the model as published beside a plan that overrides keys.
@@ -128,6 +130,7 @@ def run_plan(args: argparse.Namespace) -> int:
         lengths=args.lengths,
         shared_prefix=args.shared_prefix,
         cartridge=args.cartridge,
+        cartridge_format=args.cartridge_format,
         block_tokens=args.block,
         engine=args.engine,
         settings=None if args.set is None else dict(args.set),

@@ -1,7 +1,8 @@
 """A model with one cache that is read and asked at will: the engine's own scheduler, cache and pruner."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from kvist.cache.groups import Group, groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
+from kvist.cache.sequence import Sequence
 from kvist.engine.cartridges import Shelf
 from kvist.engine.pruner import Pruner
 from kvist.engine.runner import Runner
@@ -87,20 +89,30 @@ class Reader:
     def cartridge(self, name: str) -> Request:
         """What a cartridge holds, to be read behind; it stays, and is never to be ended."""
         assert self.shelf is not None
-        return Request(name, self.shelf.named(name).pin, 1)
+        loaded = self.shelf.named(name)
+        if isinstance(loaded.pin, Sequence):
+            return Request(name, loaded.pin, 1)
+        begin = self.shelf.beginning(loaded, PrefixKey())
+        sequence = self.manager.begin(begin.tokens, begin.key)
+        sequence.lead = begin.lead
+        # It has no token of its own, and refers to what stands before it.
+        self.manager.reserve(sequence, 0)
+        return Request(name, sequence, 1)
 
-    def read_behind(self, name: str, tokens: Sequence[int], *, answer: int) -> Request:
+    def read_behind(self, name: str, tokens: Seq[int], *, answer: int) -> Request:
         """:meth:`read` behind a cartridge."""
         assert self.shelf is not None
-        pin = self.shelf.named(name).pin
+        begin = self.shelf.beginning(self.shelf.named(name), PrefixKey())
         self._next += 1
-        prompt = np.concatenate((pin.tokens, np.array(tokens, np.int32)))
-        request = self.scheduler.add(str(self._next), prompt, answer + 1, pin.key, pinned=pin.pinned)
+        prompt = np.concatenate((begin.tokens, np.array(tokens, np.int32)))
+        request = self.scheduler.add(
+            str(self._next), prompt, answer + 1, begin.key, pinned=begin.tokens.size, lead=begin.lead
+        )
         while request.sequence.length < len(prompt):
             self._step()
         return request
 
-    def read(self, tokens: Sequence[int], pruning: Pruning | None, *, answer: int = 1) -> Request:
+    def read(self, tokens: Seq[int], pruning: Pruning | None, *, answer: int = 1) -> Request:
         """Compute a prompt as the engine does, and prune it; an answer of so many tokens may follow.
 
         Raises:
@@ -125,7 +137,7 @@ class Reader:
         """What a request holds in the arena now."""
         return self.manager.held_bytes(request.sequence)
 
-    def behind(self, request: Request, tokens: Sequence[int]) -> Tensor:
+    def behind(self, request: Request, tokens: Seq[int]) -> Tensor:
         """Log-probabilities behind each of these tokens, float32 ``[tokens, vocab]``, if they came next.
 
         A fork reads them; the request stays as it is.

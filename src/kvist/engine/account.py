@@ -42,13 +42,13 @@ class Account:
             for index, group in enumerate(groups)
         )
         return cls(
-            planned_bytes=allocated_bytes(groups, sequence.length, pruned=sequence.pruned),
+            planned_bytes=allocated_bytes(groups, sequence.length, pruned=sequence.pruned, before=sequence.held_before),
             allocated_bytes=cache.held_bytes(sequence),
             waste_bytes=waste,
             blocks=sum(sequence.blocks(index) for index in range(len(groups))),
             prefix_hit_tokens=request.first_hit_tokens or 0,
             pruned_tokens=sequence.pruned,
-            cartridge_tokens=sequence.pinned,
+            cartridge_tokens=sequence.before,
             tier_hit_tokens=sum(load.tokens for load in request.first_loads),
         )
 

@@ -4,6 +4,9 @@ A cartridge lies in the arena like any prefix, in the cache's own format, under 
 placeholders instead of tokens (:mod:`kvist.cache.pinning`). Requests that name it begin behind it, at the position
 after its last; requests that do not never find it, and run beside them in the same batches.
 
+Where cartridges have a format of their own they lie in groups of their own and stand before sequences instead, of which
+the tree knows their own tokens alone (:mod:`kvist.cache.leads`).
+
 A request may name several. The first lies where it was trained; the keys of those that follow are turned on to the
 positions behind it, which rotary positions allow exactly (arXiv:2104.09864, equation 14), and stored once more, behind
 the first's blocks, for as long as a request names this list.
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvist.cache.groups import Group
+from kvist.cache.leads import Lead
 from kvist.cache.manager import CacheManager
 from kvist.cache.pinning import placeholders
 from kvist.cache.prefix import PrefixKey
@@ -29,6 +33,7 @@ from kvist.engine.tokenizer import Tokenizer
 from kvist.errors import BadFile, InputError, UnsupportedModel
 from kvist.kernels.hadamard import hadamard
 from kvist.model.fingerprints import model_digest, rotary_positions
+from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Attention, Latent
 from kvist.spec.model import ModelSpec
 from kvist.store.cartridge_file import Cartridge, load
@@ -47,18 +52,13 @@ class Pinned:
         users: requests that live on it.
     """
 
-    pin: Sequence
+    pin: Sequence | Lead
     users: int = 0
 
     @property
     def tokens(self) -> int:
         """Positions that it takes."""
-        return self.pin.pinned
-
-    @property
-    def placeholders(self) -> npt.NDArray[np.int32]:
-        """What stands for its tokens."""
-        return self.pin.tokens
+        return self.pin.pinned if isinstance(self.pin, Sequence) else self.pin.tokens
 
 
 @dataclass(kw_only=True)
@@ -75,6 +75,11 @@ class Loaded(Pinned):
     cartridge: Cartridge
     leaving: bool = False
 
+    @property
+    def digest(self) -> str:
+        """By which it is known again."""
+        return self.cartridge.digest
+
 
 @dataclass(kw_only=True)
 class Joined(Pinned):
@@ -87,6 +92,26 @@ class Joined(Pinned):
 
     parts: tuple[Loaded, ...]
     stored: bool = False
+
+    @property
+    def digest(self) -> str:
+        """By which they, and their order, are known again."""
+        return " + ".join(part.digest for part in self.parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """What sequences begin with that stand behind cartridges.
+
+    Attributes:
+        tokens: int32: placeholders of what the tree has pinned; none behind a lead.
+        key: under which they share prefixes.
+        lead: what stands before them, where cartridges have a format of their own.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    key: PrefixKey
+    lead: Lead | None
 
 
 class Shelf:
@@ -153,14 +178,28 @@ class Shelf:
         try:
             self._store(cartridge, pin, 0)
         except BaseException:
-            self._cache.release(pin, keep=False)
+            self._cache.unpin(pin)
             raise
         self._cache.filled(pin)
         self.loaded[name] = found = Loaded(name=name, cartridge=cartridge, pin=pin)
         return found
 
-    def _store(self, cartridge: Cartridge, pin: Sequence, start: int) -> None:
-        """Put a cartridge into a pinned sequence's blocks from ``start`` on, its keys turned to these positions."""
+    def beginning(self, held: Loaded | Joined, key: PrefixKey) -> Beginning:
+        """What a sequence begins with behind cartridges.
+
+        Args:
+            held: of :meth:`hold`.
+            key: of sequences without one. Its salt keeps tenants apart behind a lead; what is pinned in the tree has
+                none, and nothing is stored behind it that is one tenant's.
+        """
+        if isinstance(held.pin, Sequence):
+            return Beginning(tokens=held.pin.tokens, key=held.pin.key, lead=None)
+        (stored,) = {str(group.format) for group in self._cache.groups if group.lifetime == "lead"}
+        behind = replace(key, cartridge=f"{held.digest} in {stored}")
+        return Beginning(tokens=np.empty(0, np.int32), key=behind, lead=held.pin)
+
+    def _store(self, cartridge: Cartridge, pin: Sequence | Lead, start: int) -> None:
+        """Put a cartridge into pinned blocks from ``start`` on, its keys turned to these positions."""
         # Where it goes there may lie what is still to go to a tier.
         self._runner.copy(self._cache.take_moves())
         positions = np.arange(start, start + cartridge.tokens)
@@ -168,6 +207,8 @@ class Shelf:
         with torch.inference_mode():
             for number, (group, store) in enumerate(zip(self._cache.groups, self._runner.stores, strict=True)):
                 assert not isinstance(store, StateStore)
+                if (group.lifetime == "lead") != isinstance(pin, Lead):
+                    continue
                 size = group.block_tokens
                 tables = pin.tables[number][positions // size]
                 # What windows never read has no block.
@@ -177,12 +218,16 @@ class Shelf:
                     vectors = self._turned(group, layer, cartridge, start)[there]
                     stored = vectors.to(dtype, copy=True)
                     if isinstance(group.layer, Attention):
-                        heads, fmt = group.layer.kv_heads, group.format
-                        # As the layers spread them (kvist.model.mixers.attention).
+                        heads, fmt = group.layer.kv_heads, self._own_format(layer)
+                        # As the layers spread them (kvist.model.mixers.attention), whatever they are stored in.
                         spread = slice(0 if fmt.rotates_keys else heads, 2 * heads if fmt.rotates_values else heads)
                         if spread.start < spread.stop:
                             stored[:, spread] = stored[:, spread] @ hadamard(stored.shape[2], dtype)
                     store.append(slot, stored, where)
+
+    def _own_format(self, layer: int) -> CacheFormat:
+        """In what a layer stores the keys and values of sequences."""
+        return next(group.format for group in self._cache.groups if layer in group.layers)
 
     def _turned(self, group: Group, layer: int, cartridge: Cartridge, start: int) -> Tensor:
         """What a cartridge keeps of a layer, where its first token is to have position ``start``."""
@@ -256,7 +301,8 @@ class Shelf:
                 self._numbered += part.tokens
         behind = [placeholders(part.tokens, self._numbers[part.cartridge.digest]) for part in parts[1:]]
         first = parts[0].pin
-        pin = self._cache.pin(sum(part.size for part in behind), first.key, behind=first, tokens=np.concatenate(behind))
+        key = first.key if isinstance(first, Sequence) else PrefixKey()
+        pin = self._cache.pin(sum(part.size for part in behind), key, behind=first, tokens=np.concatenate(behind))
         self._cache.filled(pin)
         found = self._joined[tuple(map(id, parts))] = Joined(parts=parts, pin=pin)
         return found

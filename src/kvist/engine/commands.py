@@ -141,6 +141,7 @@ def _settings(args: Namespace) -> dict[str, Any]:
         ("evict", args.evict),
         ("tiers", args.tier),
         ("tier_directory", args.tier_dir),
+        ("cartridge_format", args.cartridge_format),
     ):
         if value is not None:
             settings[name] = value

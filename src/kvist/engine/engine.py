@@ -24,6 +24,7 @@ from typing import Any
 from kvist.batch import Batch, Request
 from kvist.cache.groups import DEFAULT_BLOCK_TOKENS, cannot_prune, groups_of
 from kvist.cache.layout import ArenaLayout
+from kvist.cache.lead_groups import lead_groups
 from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
 from kvist.cache.tier import Tier
@@ -41,7 +42,7 @@ from kvist.errors import DoesNotFit, EngineFailure, InputError, UnsupportedModel
 from kvist.model.families import network_of
 from kvist.planning.capacity import DEFAULT_CHUNK, most_that_fit
 from kvist.scheduler import Limits, Scheduler
-from kvist.spec.formats import CacheFormat
+from kvist.spec.formats import CacheFormat, require_format
 from kvist.spec.model import ModelSpec
 from kvist.spec.pruning import Pruning
 from kvist.store.cartridge_file import Cartridge
@@ -71,6 +72,7 @@ class Engine:
         reuse: keep keys and values between steps; without it everything is computed again for every token, which
             shows what the cache saves.
         cartridges: files of trained caches, by the names under which requests ask for them.
+        cartridge_format: how their keys and values are stored; left out, as ``format`` says.
         tiers: memory for prefixes that the cache has no room for, the nearest first: ``host=4GiB``, ``disk=20GiB``.
         tier_directory: where the disk's file is put; the user's cache directory where it is left out.
 
@@ -93,6 +95,7 @@ class Engine:
         evict: Pruning | str | None = None,
         reuse: bool = True,
         cartridges: Mapping[str, str | Path | Cartridge] | None = None,
+        cartridge_format: CacheFormat | None = None,
         tiers: Sequence[Tier | str] | Tier | str = (),
         tier_directory: str | Path | None = None,
     ) -> None:
@@ -112,10 +115,14 @@ class Engine:
         self.dtype = dtype or best_dtype()
         self.format = (format or CacheFormat(key=self.dtype, value=self.dtype)).computed_in(self.dtype)
         self.groups = groups_of(spec.computed_in(self.dtype), self.format, block_tokens)
+        if cartridge_format is not None:
+            self.groups += lead_groups(spec, require_format(cartridge_format), block_tokens)
         for group in self.groups:
             check_format(group)
         self.spec = spec
         self.evict = self._pruning(evict)
+        if self.evict is not None and cartridge_format is not None:
+            raise _whole_behind(self.evict)
         layout = ArenaLayout.of(self.groups, parse_size(memory, key="memory"))
         behind = tiers_of(tiers)
         check_capacities(behind, self.groups)
@@ -263,9 +270,7 @@ class Engine:
             if cartridge is None:
                 request = self.scheduler.add(request_id, list(prompt), params.max_tokens, key, pruning)
             else:
-                request = self._add_behind(
-                    names_of(cartridge), request_id, prompt, params.max_tokens, pruning, salted=bool(cache_salt)
-                )
+                request = self._add_behind(names_of(cartridge), request_id, prompt, params.max_tokens, key, pruning)
             try:
                 self._generations[request.id] = Generation(request, params, self.tokenizer, on_event)
             except BaseException:
@@ -295,11 +300,15 @@ class Engine:
         request_id: str,
         prompt: Sequence[int],
         max_tokens: int | None,
+        key: PrefixKey,
         pruning: Pruning | None,
-        *,
-        salted: bool,
     ) -> Request:
-        """Queue a prompt behind cartridges. What a tenant says behind them is shared with nobody, itself included."""
+        """Queue a prompt behind cartridges.
+
+        What a tenant says behind them is shared with nobody, itself included, where they are pinned in the tree.
+        """
+        if pruning is not None and self.cache.leads:
+            raise _whole_behind(pruning)
         held = self.shelf.hold(names)
         try:
             if isinstance(held, Joined) and not self.scheduler.all_fit():
@@ -307,14 +316,16 @@ class Engine:
                     f"memory: {' + '.join(names)} would take what requests before this one have been promised; ask "
                     f"again later, or give the cache more"
                 )
+            begin = self.shelf.beginning(held, key)
             request = self.scheduler.add(
                 request_id,
-                [*held.placeholders.tolist(), *prompt],
+                [*begin.tokens.tolist(), *prompt],
                 max_tokens,
-                held.pin.key,
+                begin.key,
                 pruning,
-                pinned=held.tokens,
-                apart=salted,
+                pinned=begin.tokens.size,
+                lead=begin.lead,
+                apart=bool(key.salt) and begin.lead is None,
             )
         except BaseException:
             self.shelf.let_go(held)
@@ -528,3 +539,12 @@ class Engine:
         now = time.perf_counter()
         recent = [(then, count) for then, count in self._recent if now - then < 10]
         return sum(count for _, count in recent) / max(now - recent[0][0], 1e-3) if len(recent) > 1 else 0.0
+
+
+def _whole_behind(pruning: Pruning) -> UnsupportedModel:
+    """What is said where a request behind a cartridge in a format of its own is to be pruned."""
+    return UnsupportedModel(
+        f"evict: {pruning} drops tokens of cartridge and prompt together, and cartridges in a format of their own stay "
+        f"whole; leave evict out, or `cartridge_format`",
+        key="evict",
+    )

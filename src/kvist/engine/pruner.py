@@ -20,6 +20,7 @@ from kvist.cache.sequence import Sequence
 from kvist.engine.runner import Runner
 from kvist.kernels.attention import PagedMemory
 from kvist.kernels.cpu import PagedAttention
+from kvist.kernels.leading import LedAttention, LedMemory
 from kvist.kernels.pruning import Observed, Weighing, select
 from kvist.scheduler import Scheduler
 from kvist.spec.pruning import SLACK, PruningPlan
@@ -157,6 +158,9 @@ class _Tally:
 
     def __init__(self, runner: Runner, number: int) -> None:
         memory = runner.memories[number]
+        if isinstance(memory, LedAttention | LedMemory):
+            # Nothing stands before what is pruned.
+            memory = memory.own
         assert isinstance(memory, PagedAttention | PagedMemory)
         self.memory = memory
         self.dtype = runner.decoder.dtype

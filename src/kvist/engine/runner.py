@@ -1,7 +1,8 @@
 """From a batch to logits: index tensors once a step, then the network."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import numpy as np
@@ -11,11 +12,12 @@ from torch import Tensor
 from kvist.batch import Batch, Chunk
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
-from kvist.cache.sequence import BlockCopy, Compaction, Move
+from kvist.cache.sequence import BlockCopy, Compaction, Move, Sequence
 from kvist.engine.machine import keep_pages, zeros
-from kvist.engine.memories import Memory, memory_of, tails_of
+from kvist.engine.memories import Memory, leads_of, memory_of, tails_of
 from kvist.engine.tiers import TierBytes
 from kvist.kernels.cpu import attention_kernels
+from kvist.kernels.leading import Before, LedAttention, LedMemory
 from kvist.kernels.moving import move
 from kvist.kernels.sealing import SealedAttention, SealedMemory
 from kvist.kernels.sharing import sharing_order
@@ -26,7 +28,7 @@ from kvist.model.weights import dtype_named
 from kvist.spec.formats import CODECS, KEY_CODECS
 from kvist.spec.layers import Latent, State
 from kvist.spec.model import ModelSpec
-from kvist.store.layouts import PagedKV, Scratch, check_format
+from kvist.store.layouts import Index, PagedKV, Scratch, check_format
 from kvist.store.states import StateSpan, StateStore
 from kvist.store.stores import store_of
 
@@ -54,7 +56,7 @@ class Runner:
         compute = dtype_named(dtype)
         self.layout = layout
         self.tiers: TierBytes | None = None
-        self.watch: Callable[[Sequence[Chunk]], Observer | None] | None = None
+        self.watch: Callable[[Seq[Chunk]], Observer | None] | None = None
         for group in groups:
             check_format(group)
         torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
@@ -66,7 +68,7 @@ class Runner:
             scratch = Scratch()
             self.stores = [store_of(self.arena, group, layout, n, scratch) for n, group in enumerate(groups)]
             self.groups = groups
-            self.tails = tails_of(groups)
+            self.tails, self.leads = tails_of(groups), leads_of(groups)
             self.memories = [memory_of(number, groups, self.stores, self.decoder) for number in range(len(groups))]
         self.arena_bytes = self.arena.numel()
         # Windows have no shared runs, states no tokens; without a full group any order will do.
@@ -88,7 +90,7 @@ class Runner:
                 self._clear(group, batch.chunks)
             return self.decoder.logits(self._step(batch.chunks))
 
-    def score(self, chunks: Sequence[Chunk]) -> Tensor:
+    def score(self, chunks: Seq[Chunk]) -> Tensor:
         """Compute chunks as :meth:`run` does, and return what stands behind each of their tokens.
 
         Returns:
@@ -101,7 +103,7 @@ class Runner:
             step = self._step(chunks)
             return self.decoder.logits(replace(step, sampled=torch.arange(len(step.tokens))))
 
-    def _clear(self, group: int, chunks: Sequence[Chunk]) -> None:
+    def _clear(self, group: int, chunks: Seq[Chunk]) -> None:
         """Zero the blocks that these chunks begin and do not fill.
 
         Attention reads whole blocks and gives what lies behind the end no weight; but what was written there with
@@ -134,7 +136,7 @@ class Runner:
                 self._zero(moved.group, last)
             move(store, moved.source, moved.target, kept, attention_kernels(self.decoder.dtype))
 
-    def copy(self, moves: Sequence[Move]) -> None:
+    def copy(self, moves: Seq[Move]) -> None:
         """Copy whole blocks, all layers of their group: states, what a fork needs, what goes to tiers and comes back.
 
         In order, and before the arena is written to otherwise. What a tier could not do it tells later
@@ -150,16 +152,16 @@ class Runner:
                     assert self.tiers is not None
                     self.tiers.move(move, self.arena)
 
-    def _step(self, chunks: Sequence[Chunk]) -> Step:
+    def _step(self, chunks: Seq[Chunk]) -> Step:
         order = list(range(len(chunks)))
         if self.shared_group is not None and len(chunks) > 1:
             group = self.shared_group
-            order = sharing_order([chunk.request.sequence.tables[group] for chunk in chunks])
+            order = sharing_order([self._shared_table(chunk.request.sequence, group) for chunk in chunks])
         ordered = [chunks[index] for index in order]
         sequences = [chunk.request.sequence for chunk in ordered]
         counts = np.array([chunk.count for chunk in ordered])
         ends = np.cumsum(counts)
-        starts = np.array([chunk.start for chunk in ordered])
+        starts = np.array([s.first_position + chunk.start for s, chunk in zip(sequences, ordered, strict=True)])
         positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
         tokens = np.concatenate(
             [s.tokens[chunk.start : chunk.start + chunk.count] for s, chunk in zip(sequences, ordered, strict=True)]
@@ -176,7 +178,7 @@ class Runner:
             observer=observer,
         )
 
-    def _plan(self, number: int, memory: Memory | None, chunks: Sequence[Chunk], observer: Observer | None) -> Plan:
+    def _plan(self, number: int, memory: Memory | None, chunks: Seq[Chunk], observer: Observer | None) -> Plan:
         if memory is None:
             return None
         parts = [(chunk.request.sequence, chunk.start, chunk.count) for chunk in chunks]
@@ -196,9 +198,21 @@ class Runner:
             ]
             for group in (number, *([self.tails[number]] if number in self.tails else ()))
         ]
+        if isinstance(memory, LedAttention | LedMemory):
+            lead = self.leads[number]
+            before = [Before(table=s.tables[lead], tokens=s.first_position, count=count) for s, _, count in parts]
+            return memory.plan(before, spans, *tails)
         if isinstance(memory, SealedAttention | SealedMemory):
             return memory.plan(spans, *tails)
         return memory.plan(spans)
+
+    def _shared_table(self, sequence: Sequence, group: int) -> Index:
+        """What a sequence's keys begin with, by which neighbours are chosen: of its lead, then blocks of its own."""
+        table = sequence.tables[group]
+        if sequence.lead is None:
+            return table
+        # Blocks of two groups, of which none is to be taken for another.
+        return np.concatenate((-1 - sequence.tables[self.leads[group]], table))
 
 
 def _codecs(group: Group) -> set[str]:

@@ -62,7 +62,7 @@ class AttentionPlan:
         for run in runs:
             shared[run.first_span : run.end_span] = [run.end_block] * (run.end_span - run.first_span)
         self.first: list[Tails | LongTail | _Own | _Band] = []
-        self.others: list[_Dense] = []
+        self.others: list[Dense] = []
         decodes: list[Decode] = []
         for index, span in enumerate(spans):
             row, end = self.rows[index], self.rows[index + 1]
@@ -88,11 +88,7 @@ class AttentionPlan:
         self._dense(span.table[shared_blocks:last], span.start - shared_blocks * size, row, end)
 
     def _dense(self, blocks: Index, tokens: int, row: int, end: int) -> None:
-        size = self.store.block_tokens
-        step = max(1, _DENSE_BYTES // self.store.token_bytes // size)
-        for first in range(0, len(blocks), step):
-            part = blocks[first : first + step]
-            self.others.append(_Dense(self, part, min(len(part) * size, tokens - first * size), row, end))
+        self.others += dense_parts(self.store, blocks, tokens, slice(row, end), self.scores, self.dtype)
 
     def attend(self, slot: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Store a layer's new keys and values, then attend.
@@ -109,12 +105,14 @@ class AttentionPlan:
         self.store.append(slot, kv, self.where)
         return self.over(slot, q, self.store.rounded(kv), sinks)
 
+    def merging(self, slot: int, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Store and attend, as :meth:`attend` without sinks, to what is merged with more: as :meth:`segments`."""
+        self.store.append(slot, kv, self.where)
+        return self.segments(slot, q, self.store.rounded(kv), merged=True)
+
     def over(self, slot: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Attend, as :meth:`attend`; keys and values are stored already, and ``kv`` are as they will be read."""
-        out, lse = self.segments(slot, q, kv, merged=sinks is not None)
-        if sinks is not None:
-            out = out * torch.sigmoid(lse - sinks).unsqueeze(-1).to(out.dtype)
-        return out.reshape(self.tokens, -1)
+        return with_sinks(*self.segments(slot, q, kv, merged=sinks is not None), sinks)
 
     def segments(self, slot: int, q: Tensor, kv: Tensor, *, merged: bool) -> tuple[Tensor, Tensor]:
         """Attend, as :meth:`over`, without sinks.
@@ -151,6 +149,19 @@ class AttentionPlan:
         return out, lse
 
 
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """What attention has made, ``[tokens, repeats x kv_heads x dim]``: sinks, where there are any, take their share.
+
+    Args:
+        out: ``[tokens, repeats, kv_heads, dim]``.
+        lse: its log-sum-exp.
+        sinks: as of :meth:`AttentionPlan.attend`.
+    """
+    if sinks is not None:
+        out = out * torch.sigmoid(lse - sinks).unsqueeze(-1).to(out.dtype)
+    return out.reshape(len(out), -1)
+
+
 def new_vectors(store: PagedVectors, spans: Sequence[Span]) -> list[list[Tensor]]:
     """Where the new vectors of a step lie, as :meth:`PagedVectors.append` wants it."""
     size = store.block_tokens
@@ -185,21 +196,50 @@ class PagedMemory:
         return AttentionPlan(self.store, spans, self.scores, self.dtype)
 
 
-class _Dense:
-    """Keys that all queries of some rows see in full."""
+def dense_parts(
+    store: PagedVectors, blocks: Index, tokens: int, rows: slice, scores: Scores, dtype: torch.dtype
+) -> "list[Dense]":
+    """Keys that all queries of some rows see in full, as much at a time as is gathered at once.
 
-    def __init__(self, plan: AttentionPlan, blocks: Index, tokens: int, row: int, end: int) -> None:
-        self.plan = plan
-        self.rows = slice(row, end)
-        self.gathering = Gathering(plan.store, blocks[None], plan.dtype, slice(tokens))
+    Args:
+        store: where they are.
+        blocks: whose first ``tokens`` they are.
+        tokens: how many; none make no part.
+        rows: of the step.
+        scores: scale and cap.
+        dtype: of queries, keys and values.
+    """
+    size = store.block_tokens
+    step = max(1, _DENSE_BYTES // store.token_bytes // size)
+    return [
+        Dense(store, part, min(len(part) * size, tokens - first * size), rows, scores, dtype)
+        for first in range(0, len(blocks), step)
+        for part in [blocks[first : first + step]]
+    ]
+
+
+class Dense:
+    """A part of :func:`dense_parts`."""
+
+    def __init__(
+        self, store: PagedVectors, blocks: Index, tokens: int, rows: slice, scores: Scores, dtype: torch.dtype
+    ) -> None:
+        self.rows = rows
+        self.scores = scores
+        self.gathering = Gathering(store, blocks[None], dtype, slice(tokens))
 
     def run(self, slot: int, q: Tensor) -> tuple[Tensor, Tensor]:
-        plan = self.plan
+        """Attend in one layer: output ``[rows, repeats, kv_heads, dim]`` and log-sum-exp.
+
+        Args:
+            slot: the layer's place in the group.
+            q: of the whole step, contiguous.
+        """
         keys, values = self.gathering.read(slot)
         part = q[self.rows]
         count, repeats, heads, dim = part.shape
         folded = part.view(1, count * repeats, heads, dim).transpose(1, 2)
-        out, lse = attend(folded, keys, values, plan.scores)
+        out, lse = attend(folded, keys, values, self.scores)
         return (
             out.transpose(1, 2).view(count, repeats, heads, dim),
             lse.transpose(1, 2).view(count, repeats, heads),

@@ -294,8 +294,12 @@ class PagedAttention:
             seen=seen,
         )
 
-    def plan(self, spans: Sequence[Span]) -> "PagedPlan":
-        """Plan a step; ``spans`` as for :class:`kvist.kernels.attention.AttentionPlan`."""
+    def plan(self, spans: Sequence[Span], *, further: Sequence[Any] = ()) -> "PagedPlan":
+        """Plan a step; ``spans`` as for :class:`kvist.kernels.attention.AttentionPlan`.
+
+        ``further`` segments, of :meth:`segment`, are what the rows see besides: no window then, and a row that is told
+        what its keys draw sees nothing there.
+        """
         store = self.store
         if store.group.chunk is not None:
             spans = in_chunks(spans, store.group.chunk, store.block_tokens)
@@ -307,7 +311,8 @@ class PagedAttention:
             runs = shared_runs([span.table for span in spans], limits)
         drawn = [(index, span.drawn) for index, span in enumerate(spans) if span.drawn is not None]
         assert window is None or not drawn, "keys behind a window draw nothing that could be told"
-        return self.plan_of([self.segment(spans, positions_of(spans))], window=window or 0, runs=runs, drawn=drawn)
+        segments = [self.segment(spans, positions_of(spans)), *further]
+        return self.plan_of(segments, window=window or 0, runs=runs, drawn=drawn)
 
     def plan_of(
         self,
@@ -328,7 +333,8 @@ class PagedAttention:
             open_segment: where the rows are stored.
             sealed: int64 ``[tokens, 4]``: block and slot of the open segment, and those of the first, of each token
                 that moves there.
-            drawn: spans of a lone segment, and what is added to of each: as :class:`kvist.kernels.spans.Span` has it.
+            drawn: spans of the first segment, whose rows see no other, and what is added to of each: as
+                :class:`kvist.kernels.spans.Span` has it.
         """
         self.kernels.follow_threads()
         places = [(run.first_span, run.end_span, run.first_block, run.end_block) for run in runs]

@@ -12,12 +12,13 @@ chunks, decoding, and what begins behind a shared prefix give the same answers.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvist.kernels.attention import AttentionPlan
+from kvist.kernels.attention import AttentionPlan, with_sinks
 from kvist.kernels.cpu import PagedAttention, PagedPlan
 from kvist.kernels.decoding import Decode, LongTail, Tails, decode_segments
 from kvist.kernels.dense import Scores, attend, merge
@@ -45,8 +46,11 @@ class SealedAttention:
         self.layers = layers
         self.run = _run_of(body.store)
 
-    def plan(self, spans: Sequence[Span], tails: Sequence[Span]) -> PagedPlan:
-        """Plan a step; the spans are the same, with the tables of sealed runs and with those of tails."""
+    def plan(self, spans: Sequence[Span], tails: Sequence[Span], *, further: Sequence[Any] = ()) -> PagedPlan:
+        """Plan a step; the spans are the same, with the tables of sealed runs and with those of tails.
+
+        ``further`` segments, of :meth:`PagedAttention.segment`, are what the rows see besides.
+        """
         body, tail, run = self.body, self.tail, self.run
         sizes = body.store.block_tokens, tail.store.block_tokens
         runs = _shared(spans, run, sizes[0])
@@ -55,6 +59,7 @@ class SealedAttention:
             [
                 body.segment(spans, positions_of(spans) // run * run - 1),
                 tail.segment(pieces, positions_of(pieces), self.layers),
+                *further,
             ],
             runs=runs,
             open_segment=1,
@@ -163,27 +168,32 @@ class SealedPlan:
 
     def attend(self, slot: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Store a layer's new keys and values, seal whole runs, then attend; as :meth:`AttentionPlan.attend`."""
+        return with_sinks(*self._segments(slot, q, kv, merged=sinks is not None), sinks)
+
+    def merging(self, slot: int, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """The same without sinks, to what is merged with more; as :meth:`AttentionPlan.merging`."""
+        return self._segments(slot, q, kv, merged=True)
+
+    def _segments(self, slot: int, q: Tensor, kv: Tensor, *, merged: bool) -> tuple[Tensor, Tensor]:
         memory, tail_slot = self.memory, self.memory.layers[slot]
         memory.tail.append(tail_slot, kv, self.tail.where)
         if self.sealed is not None:
             keys, values = self.sealed.read(tail_slot)
             memory.body.append(slot, torch.cat((keys[0], values[0])).transpose(0, 1), self.where)
-        merged = bool(self.parts) or sinks is not None
-        out, lse = self.tail.segments(tail_slot, q, memory.tail.rounded(kv), merged=merged)
+        kept = bool(self.parts) or merged
+        out, lse = self.tail.segments(tail_slot, q, memory.tail.rounded(kv), merged=kept)
         if self.parts:
             q, out, lse = q.contiguous(), out.contiguous(), lse.contiguous()
         for number, part in enumerate(self.parts):
             more, more_lse = part.run(slot, q, kv)
-            final = number + 1 == len(self.parts) and sinks is None
+            final = number + 1 == len(self.parts) and not merged
             if isinstance(part.rows, slice):
                 merge(out[part.rows], lse[part.rows], more, more_lse, final=final)
                 continue
             some, some_lse = out[part.rows], lse[part.rows]
             merge(some, some_lse, more, more_lse, final=final)
             out[part.rows], lse[part.rows] = some, some_lse
-        if sinks is not None:
-            out = out * torch.sigmoid(lse - sinks).unsqueeze(-1).to(out.dtype)
-        return out.reshape(self.tail.tokens, -1)
+        return out, lse
 
 
 class _Sealed:

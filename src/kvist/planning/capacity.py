@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
+from kvist.cache.lead_groups import lead_blocks
 from kvist.errors import DoesNotFit, InputError
 from kvist.planning.cartridge import pinned_blocks
 from kvist.spec.formats import CacheFormat
@@ -82,15 +83,16 @@ class Capacity:
             )
 
 
-def allocated_bytes(groups: Sequence[Group], length: int, in_flight: int = 0, pruned: int = 0) -> int:
+def allocated_bytes(groups: Sequence[Group], length: int, in_flight: int = 0, pruned: int = 0, before: int = 0) -> int:
     """Bytes of the blocks that a sequence of ``length`` stored tokens holds while ``in_flight`` more are computed.
 
     Whole blocks in every group; a window or chunk has given back the blocks that its next query does not see, and a
-    state is one block a layer. Groups that are pruned lack ``pruned`` of the tokens.
+    state is one block a layer. Groups that are pruned lack ``pruned`` of the tokens. Of what stands ``before`` it, in a
+    format of its own, the blocks are counted that it refers to beside others.
     """
     return sum(
-        group.live_blocks(length - pruned if group.prunable else length, in_flight) * group.block_bytes
-        for group in groups
+        (first + group.live_blocks(length - pruned if group.prunable else length, in_flight)) * group.block_bytes
+        for group, first in zip(groups, lead_blocks(groups, before), strict=True)
     )
 
 
@@ -202,7 +204,7 @@ def _tokens_held(
     Where every layer keeps every token it makes no difference how the tokens are spread over sequences that fill
     their blocks, and the number is that of the whole blocks.
     """
-    if all(group.lifetime == "full" for group in groups):
+    if all(group.lifetime in ("full", "lead") for group in groups):
         users, limit = 0, layout.num_slabs * max(layout.blocks_per_slab) * min(group.block_tokens for group in groups)
     else:
         limit = context - 1

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvist.cache.groups import Group, unit_of
+from kvist.cache.lead_groups import lead_blocks, lead_unit
 from kvist.errors import InputError
+from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Attention, Latent
 from kvist.spec.model import ModelSpec
 from kvist.units import counted, parse_tokens
@@ -29,28 +31,35 @@ def pinned_blocks(groups: Sequence[Group], tokens: int) -> tuple[int, ...]:
                 f"cache can stand for it; leave it out",
                 key="cartridge",
             )
+    if lead_unit(groups):
+        return lead_blocks(groups, tokens)
     return tuple(group.live_blocks(tokens) for group in groups)
 
 
-def behind(spec: ModelSpec, cutting: "Cutting", cartridge: int | str, *, most: int) -> "Cutting":
+def behind(
+    spec: ModelSpec, cutting: "Cutting", cartridge: int | str, fmt: CacheFormat | None, *, most: int
+) -> "Cutting":
     """Caches that hold a cartridge, rounded up to whole blocks.
 
     Args:
         spec: the model.
         cutting: how its caches are cut.
         cartridge: tokens of it.
+        fmt: in which it is stored; None: as the caches are.
         most: of the longest sequence.
 
     Raises:
         InputError: no token is left behind it, or the model keeps what no trained cache stands for.
+        UnsupportedModel: it has a format of its own, and not all layers attend to every token.
     """
     count = parse_tokens(cartridge, key="cartridge")
+    cutting = replace(cutting, cartridge_format=fmt)
     groups = cutting.groups(spec, cutting.fmt)
     if not groups:
         raise InputError(
             f"cartridge: {spec.name} keeps nothing that one could stand for; leave it out", key="cartridge"
         )
-    unit = unit_of(groups)
+    unit = lead_unit(groups) or unit_of(groups)
     whole = -(-count // unit) * unit
     pinned_blocks(groups, whole)
     if not 0 < whole < most:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvist.cache.groups import Group, groups_of
+from kvist.cache.lead_groups import lead_groups
 from kvist.errors import DoesNotFit
 from kvist.hardware import Accelerator
 from kvist.planning.capacity import most_that_fit
@@ -88,6 +89,7 @@ class Cutting:
         chunk: most prompt tokens that a step computes.
         encoder_tokens: of an encoder's output, where its length is open.
         cartridge: tokens of a trained cache that is stored once, and behind which all sequences begin.
+        cartridge_format: how it is stored; None: as the caches are.
     """
 
     fmt: CacheFormat
@@ -95,12 +97,16 @@ class Cutting:
     chunk: int
     encoder_tokens: int | None = None
     cartridge: int = 0
+    cartridge_format: CacheFormat | None = None
 
     def groups(self, spec: ModelSpec, fmt: CacheFormat) -> tuple[Group, ...]:
         """The groups of what a rank remembers, in the format of its own layers."""
         if not any(layer.stored for layer in spec.layers):
             return ()
-        return groups_of(spec, fmt, self.block_tokens, encoder_tokens=self.encoder_tokens)
+        groups = groups_of(spec, fmt, self.block_tokens, encoder_tokens=self.encoder_tokens)
+        if self.cartridge_format is None:
+            return groups
+        return groups + lead_groups(spec, self.cartridge_format, self.block_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ def explain_capacity(plan: Plan, budget: Budget) -> Iterator[Explained]:
             what=f"cartridge of {counted(budget.cartridge, 'token')}",
             value=budget.cartridge_bytes,
             formula="whole blocks of every group, stored once; a window holds those that the next query sees",
-            source="--cartridge, in the format of the cache",
+            source=f"--cartridge, in {budget.cartridge_format or 'the format of the cache'}",
         )
     average = "the average user's" if budget.mix else "one user's"
     yield Explained(

@@ -123,6 +123,7 @@ class Fit:
             sequence_allocated=tightest.sequence,
             prefill_chunk=0 if capacity is None else capacity.prefill_chunk,
             cartridge=self.cutting.cartridge,
+            cartridge_format=self.cutting.cartridge_format,
             cartridge_bytes=copies
             * sum(0 if stage.capacity is None else stage.capacity.pinned_bytes for stage in self.stages),
             deployment=deployment,

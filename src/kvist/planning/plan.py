@@ -90,6 +90,7 @@ class Budget:
         mix: the lengths, where they are many.
         cartridge: tokens of a trained cache behind which all users begin, no part of ``context``; 0 for none.
         cartridge_bytes: of its blocks, stored once on each replica.
+        cartridge_format: how it is stored; None: as the cache is.
     """
 
     memory: int
@@ -113,6 +114,7 @@ class Budget:
     mix: "Mix | None" = None
     cartridge: int = 0
     cartridge_bytes: int = 0
+    cartridge_format: CacheFormat | None = None
 
     @property
     def users(self) -> int:
@@ -137,7 +139,8 @@ class Budget:
             "binds": self.binds,
         }
         if self.cartridge:
-            answer["cartridge"] = {"tokens": self.cartridge, "bytes": self.cartridge_bytes}
+            stored = {} if self.cartridge_format is None else {"format": self.cartridge_format.to_dict()}
+            answer["cartridge"] = {"tokens": self.cartridge, "bytes": self.cartridge_bytes, **stored}
         if self.users_mean is not None:
             answer["users_mean"] = self.users_mean.to_dict()
         if self.mix is not None:

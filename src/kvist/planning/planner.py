@@ -46,6 +46,7 @@ def plan(
     lengths: str | Path | None = None,
     shared_prefix: int | str | None = None,
     cartridge: int | str | None = None,
+    cartridge_format: CacheFormat | None = None,
     block_tokens: int | None = None,
     chunk: int | None = None,
     engine: str | None = None,
@@ -75,6 +76,7 @@ def plan(
         shared_prefix: tokens that every prompt begins with.
         cartridge: tokens of a trained cache in the place of a document, stored once; every sequence stands behind it,
             and ``context`` counts what does. Rounded up to whole blocks.
+        cartridge_format: how it is stored, where that is not as ``format`` says.
         block_tokens: tokens of a block; the engine's default where left out.
         chunk: most prompt tokens that a step computes; the engine's default where left out.
         engine: whose accounting to show: ``kvist``, ``vllm``, ``sglang``, ``llama.cpp``, ``transformers``.
@@ -96,6 +98,8 @@ def plan(
         if engine not in ("kvist", *ENGINES):
             known = ", ".join(("kvist", *ENGINES))
             raise InputError(f"engine: {engine!r} is not accounted for; choose one of {known}", key="engine")
+    if cartridge_format is not None and cartridge is None:
+        raise InputError("cartridge_format: there is no cartridge; give `cartridge` its tokens", key="cartridge_format")
     if settings and engine is None:
         raise InputError(
             f"settings: {next(iter(settings))} is a setting of no engine; name it with `engine`", key="settings"
@@ -132,7 +136,8 @@ def plan(
         from kvist.planning.cartridge import behind, refuse_beside
 
         refuse_beside(cartridge, lengths=lengths, engine=engine)
-        cutting = behind(spec, cutting, cartridge, most=_most(spec))
+        stored = None if cartridge_format is None else require_format(cartridge_format)
+        cutting = behind(spec, cutting, cartridge, stored, most=_most(spec))
     demand = _demand(spec, cutting, context, lengths, shared_prefix)
     result = replace(result, notes=(*result.notes, *_demand_notes(spec, demand)))
     if not from_memory:
@@ -286,6 +291,10 @@ def _with_speed(result: Plan, found: "Fit", weights: "Weights | None", users: in
     except InputError as error:
         reason = str(error).removeprefix("gpu: ").partition(";")[0]
         return replace(result, notes=(*result.notes, f"no speed: {reason}"))
+    if found.cutting.cartridge_format is not None:
+        result = replace(
+            result, notes=(*result.notes, "speed: a cartridge is read as if it were stored as the cache is")
+        )
     if speed.prefill is None:
         name = found.deployment.machine.label
         note = f"the rate of {name} is not known: no prefill, and decode is bounded by bandwidth alone"

@@ -34,7 +34,8 @@ def print_capacity(budget: Budget, speed: Speed | None) -> None:
             [
                 (
                     "cartridge",
-                    f"{format_size(budget.cartridge_bytes)} of {counted(budget.cartridge, 'token')}, once for all",
+                    f"{format_size(budget.cartridge_bytes)} of {counted(budget.cartridge, 'token')}, once for all"
+                    f"{f' in {budget.cartridge_format}' if budget.cartridge_format else ''}",
                 )
             ]
             if budget.cartridge

@@ -27,8 +27,8 @@ def serve(args: Namespace) -> int:
     """Serve a model until SIGTERM or SIGINT; return the exit code.
 
     ``args`` has what the command line gives: model, host, port, memory, key, value and what else says a format, dtype,
-    block, evict, tier, tier_dir, max_running, max_context, cartridge, api_key. The last may also come from the variable
-    ``KVIST_API_KEY``, which no process list shows.
+    block, evict, tier, tier_dir, max_running, max_context, cartridge, cartridge_format, api_key. The last may also
+    come from the variable ``KVIST_API_KEY``, which no process list shows.
 
     Raises:
         InputError: the address cannot be used, or the engine refuses its settings.
@@ -45,6 +45,7 @@ def serve(args: Namespace) -> int:
             "dtype": args.dtype, "block_tokens": args.block, "max_running": args.max_running,
             "max_context": args.max_context, "memory": args.memory, "evict": args.evict, "tiers": args.tier,
             "tier_directory": args.tier_dir,
+            "cartridge_format": args.cartridge_format,
         }  # fmt: skip
         settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if format_said(args):

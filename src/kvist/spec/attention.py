@@ -52,6 +52,7 @@ class Attention(Layer):
         sealed: this is the part of a layer that holds whole runs of so many tokens, of which a query at position p sees
             those before p // sealed x sealed; the tail has the others.
         tail: this is the part that holds the tokens from there on, less than so many between steps.
+        lead: this is the part that holds what stands before sequences, of which every query sees all.
     """
 
     kind: ClassVar[str] = "attention"
@@ -64,6 +65,7 @@ class Attention(Layer):
     indexer: Indexer | None = None
     sealed: int | None = None
     tail: int | None = None
+    lead: bool = False
 
     def __post_init__(self) -> None:
         if self.window is not None and self.chunk is not None:
@@ -74,7 +76,8 @@ class Attention(Layer):
     @property
     def endless(self) -> bool:
         """Whether a query sees all tokens, in this one place."""
-        return all(limit is None for limit in (self.window, self.chunk, self.indexer, self.sealed, self.tail))
+        parts = (self.window, self.chunk, self.indexer, self.sealed, self.tail)
+        return not self.lead and all(limit is None for limit in parts)
 
     def pieces(self, fmt: CacheFormat) -> tuple[tuple[Layer, CacheFormat], ...]:
         """Sealed runs and a tail, in formats that have one, of layers that keep every token."""

@@ -343,9 +343,12 @@ def check_format(group: Group) -> None:
         return
     for side in ("key", "value"):
         codec = getattr(fmt, side)
-        known = (*STORED, *SEALED) if side == "key" and group.lifetime == "sealed" else STORED
+        known = (*STORED, *SEALED) if side == "key" and group.lifetime in ("sealed", "lead") else STORED
         if codec not in known:
-            raise InputError(f"{side}: the engine does not store {codec}; choose one of {', '.join(known)}", key=side)
+            option = "cartridge_format" if group.lifetime == "lead" else side
+            raise InputError(
+                f"{option}: the engine does not store {side}s in {codec}; choose one of {', '.join(known)}", key=option
+            )
     if group.chunk is not None and group.chunk % group.block_tokens:
         raise InputError(
             f"{group.name}: chunks of {group.chunk} tokens are not whole blocks of {group.block_tokens}; "

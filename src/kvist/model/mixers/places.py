@@ -10,6 +10,7 @@ from kvist.cache.groups import Group
 from kvist.kernels.attention import AttentionPlan
 from kvist.kernels.cpu import PagedPlan
 from kvist.kernels.latent import LatentPlan
+from kvist.kernels.leading import LedPlan
 from kvist.kernels.sealing import SealedPlan
 from kvist.kernels.segment import ItemsPlan, LatentItemsPlan
 from kvist.model.rotary import FusedRotation, Rotation
@@ -17,8 +18,11 @@ from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Layer
 from kvist.store.states import StatePlan
 
-Plan = AttentionPlan | PagedPlan | SealedPlan | ItemsPlan | LatentPlan | LatentItemsPlan | StatePlan | None
-"""Of a group; None of tails, which the plan of their layers' sealed runs takes along."""
+AttendingPlan = AttentionPlan | PagedPlan | SealedPlan | LedPlan | ItemsPlan
+"""Of a group whose layers attend to keys and values."""
+
+Plan = AttendingPlan | LatentPlan | LatentItemsPlan | StatePlan | None
+"""Of a group; None of tails and leads, which the plan of their layers' own keys and values takes along."""
 
 
 class Observer(Protocol):
@@ -87,10 +91,10 @@ class Pass:
     plans: Sequence[Plan]
     observer: Observer | None = None
 
-    def attention(self, group: int) -> AttentionPlan | PagedPlan | SealedPlan | ItemsPlan:
+    def attention(self, group: int) -> AttendingPlan:
         """The plan of a group whose layers attend."""
         plan = self.plans[group]
-        assert isinstance(plan, AttentionPlan | PagedPlan | SealedPlan | ItemsPlan)
+        assert isinstance(plan, AttendingPlan)
         return plan
 
     def latents(self, group: int) -> LatentPlan | LatentItemsPlan:
