@@ -196,12 +196,19 @@ class CacheMachine(RuleBasedStateMachine):
                 sequence.append(token)
             if self.manager.extend([sequence], 0, 1):
                 assert sequence.length + sequence.in_flight == sequence.size
-                assert [t.size for t in sequence.tables] == [g.all_blocks(sequence.size) for g in self.manager.groups]
+                own = [
+                    g.all_blocks(sequence.size) + self.before(sequence, n) for n, g in enumerate(self.manager.groups)
+                ]
+                assert [t.size for t in sequence.tables] == own
             elif not self.reserve(sequence, 16):
                 self.manager.release(sequence)
                 self.running.remove(sequence)
                 break
             self.store([sequence])
+
+    def before(self, sequence: Sequence, group: int) -> int:
+        """Blocks of what stands before a sequence."""
+        return 0
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), keep=st.booleans())
@@ -290,7 +297,7 @@ class CacheMachine(RuleBasedStateMachine):
     def sequences_hold_what_is_planned(self) -> None:
         for sequence in self.running:
             for group, spec in enumerate(self.manager.groups):
-                assert sequence.blocks(group) == spec.live_blocks(sequence.length)
+                assert sequence.blocks(group) == spec.live_blocks(sequence.length) + self.before(sequence, group)
         if self.manager and not self.running:
             assert all(self.manager.arena.held(group) == 0 for group in range(len(self.manager.groups)))
 

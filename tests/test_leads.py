@@ -1,13 +1,14 @@
 """Cartridges in a format of their own: kernels against float64, engines against themselves, bytes against the plan."""
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from cartridge_models import LLAMA, reading_model
+from cartridge_models import LLAMA, TEXT, reading_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from served_cartridges import PROMPTS, asked, cartridge_of, engine_of, finished, started, watched
@@ -277,6 +278,42 @@ def test_little_memory(llama, parts):
     assert finished(small, answers) == before
     assert finished(small, ordinary) == alone
     assert small.scheduler.counters.preempted > 0
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_random_mix(llama, parts, seed):
+    """With and without cartridges, stopped and preempted at random: who finishes says what it says alone."""
+    rng = random.Random(seed)
+    texts = [TEXT[start : start + 1 + length] for start, length in ((0, 3), (20, 60), (20, 75), (50, 33), (0, 100))]
+    lists = (None, ["a"], ["a", "b"], ["b", "a"])
+    options = {"cartridges": parts, "cartridge_format": INT8_INT4, "max_batch_tokens": rng.choice([9, 40])}
+    large = engine_of(llama, **options)
+    alone = {(text, str(names)): asked(large, [text], names)[0] for text in texts for names in lists}
+    small = engine_of(llama, memory=22 * large.groups[0].block_bytes, **options)
+    running = []
+    for _ in range(60):
+        if rng.random() < 0.5:
+            text, names = rng.choice(texts), rng.choice(lists)
+            (answer,) = started(small, [text], names, cache_salt=rng.choice(["", "", "tenant"]))
+            running.append((answer, text, names))
+        if rng.random() < 0.1:
+            small.abort(rng.choice([f"request-{number}" for number in range(1, 40)]))
+        small.step()
+    while small.has_work():
+        small.step()
+    ends = {answer.finish_reason for answer, _, _ in running}
+    assert ends == {"length", "abort"}
+    for answer, text, names in running:
+        assert answer.account["planned_bytes"] == answer.account["allocated_bytes"]
+        if answer.finish_reason == "length":
+            assert answer.tokens == alone[text, str(names)]
+    assert small.scheduler.counters.preempted > 0
+    assert small.snapshot()["joined"] == []
+    assert [small.cache.arena.held(number) for number in range(2)] == [0, (48 + 32) // 16]
+    for name in parts:
+        small.unload_cartridge(name)
+    small.cache.clear()
+    assert small.cache.arena.free_slabs == small.cache.layout.num_slabs
 
 
 def test_what_is_refused(llama, parts, tmp_path):
