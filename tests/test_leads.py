@@ -195,6 +195,33 @@ def test_kernels(kind, data):
         assert scene.step(parts) < tolerance(kind, dtype)
 
 
+@pytest.mark.parametrize("kind", ["avx512", "amx"])
+def test_what_keys_draw_is_told_beside_leads(kind):
+    """A sequence that is to be pruned, in one step with one behind a lead."""
+    if not here(kind):
+        pytest.skip(f"no {kind} kernels on this machine")
+    scene = Scene(
+        kind, torch.bfloat16, lead=INT8_INT4, run=0, block_tokens=16, kv_heads=2, repeats=3, dim=64, softcap=None,
+        seed=3,
+    )  # fmt: skip
+    scene.pin(5)
+    sums = [torch.zeros(2, 2, 64) for _ in range(2)]
+    spans = [
+        Span(table=scene.take(name, scene.body, 0, 40), start=0, count=40, drawn=drawn)
+        for name, drawn in (("pruned", sums[0]), ("behind", None))
+    ]
+    x = torch.randn(80, 6 + 4, 64, generator=scene.generator).to(torch.bfloat16)
+    q, kv = x[:, :6].view(80, 3, 2, 64), x[:, 6:]
+    before = [Before(table=scene.leads[lead][0], tokens=80 * lead, count=40) for lead in (0, 1)]
+    out = scene.memory.plan(before, spans).attend(scene.slot, q, kv)
+    alone = replace(spans[0], drawn=sums[1])
+    expected = scene.memory.own.plan([alone]).attend(scene.slot, q[:40], kv[:40])
+    assert (out[:40] - expected).abs().max() < 0.02
+    assert (sums[0] - sums[1]).abs().max() < 1e-3
+    # Every query's weights add up to one, of each of three heads.
+    assert (sums[0][1].sum(-1) - 3 * 40).abs().max() < 0.5
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("llama")

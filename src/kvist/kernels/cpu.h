@@ -131,7 +131,7 @@ struct Run {
 
 // Fills a plan that has its segments, but for their offsets, and its scale, softcap and window; `tables` of each segment,
 // `runs` of the first; and for each sequence which of `drawn` its queries add to, or -1: it is in no run then, sees its
-// keys from 0 on, and there is one segment.
+// keys from 0 on, and nothing in other segments.
 void make_plan(Plan& plan, const std::vector<Tables>& tables, const std::vector<Run>& runs,
                const std::vector<int>& drawn);
 
