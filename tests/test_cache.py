@@ -216,3 +216,26 @@ def test_a_fork_shares_whole_blocks_and_copies_the_open_one() -> None:
     cache.release(sequence)
     cache.release(fork.sequence)
     assert cache.arena.held(0) == 0
+
+
+def test_a_decode_goes_past_a_leaf_whose_block_a_fork_still_has() -> None:
+    """Reclaiming that leaf frees nothing: the next one goes as well."""
+    cache = manager(5, block=4)
+    answered = run(cache, [0] * 4)
+    for _ in range(4):
+        answered.append(0)
+        assert cache.extend([answered], 0, 1) or cache.reserve(answered, 1).granted
+        cache.commit(answered, answered.size)
+    fork = cache.fork(answered)
+    assert fork is not None
+    cache.release(answered)
+    cache.release(run(cache, [1] * 4))
+    other = run(cache, [2] * 8)
+    assert (cache.arena.shortage((1,)), cache.arena.cached(0)) == (1, 1)
+    twin = fork.sequence
+    twin.append(0)
+    assert cache.extend([twin], 0, 1) == 1
+    assert twin.tables[0].size == 3
+    for sequence in (twin, other):
+        cache.release(sequence, keep=False)
+    assert cache.arena.held(0) == 0

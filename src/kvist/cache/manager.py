@@ -230,8 +230,10 @@ class CacheManager:
         """One more block, of a model whose layers all keep everything."""
         if not self._plain or not sequence.begun:
             return False
-        if self.arena.shortage((1,)) > 0 and not (self.arena.cached(0) and self.tree.reclaim(1)):
-            return False
+        while self.arena.shortage((1,)) > 0:
+            # A leaf may go whose blocks a fork still refers to, so that nothing comes of it.
+            if not (self.arena.cached(0) and self.tree.reclaim(1)):
+                return False
         sequence.tables[0] = np.concatenate((sequence.tables[0], self.arena.take(0, 1)))
         sequence.room += self.block_tokens
         return True
