@@ -307,6 +307,20 @@ def test_little_memory(llama, parts):
     assert small.scheduler.counters.preempted > 0
 
 
+def test_tiers_bring_back_what_stands_behind_it(llama, parts):
+    """What requests have said behind a lead goes to a tier and comes back; the lead itself stays."""
+    large = engine_of(llama)
+    options = {"cartridges": {"b": parts["b"]}, "cartridge_format": CacheFormat(key="int4c", value="int4")}
+    small = engine_of(llama, memory=14 * large.groups[0].block_bytes, tiers="host=1MiB", **options)
+    for names in ("b", None):
+        (before,) = asked(small, PROMPTS[1:2], names)
+        for number in range(4):
+            asked(small, [f"{number}: {PROMPTS[1]}"], None)
+        (answer,) = started(small, PROMPTS[1:2], names)
+        assert finished(small, [answer]) == [before]
+        assert answer.account["tier_hit_tokens"] >= 16
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_random_mix(llama, parts, seed):
     """With and without cartridges, stopped and preempted at random: who finishes says what it says alone."""

@@ -120,9 +120,9 @@ class TierStack:
         self._digests = Digests(unit_tokens)
         # A state is stored whole, with the unit at whose end it was kept.
         self._fixed = [group.fixed_blocks is not None for group in groups]
-        self._unit_blocks = [1 if group.fixed_blocks else unit_tokens // group.block_tokens for group in groups]
+        self._unit_blocks = [unit_tokens // group.block_tokens if group.fixed_blocks is None else 1 for group in groups]
         self._unit_bytes = [
-            (group.fixed_blocks or count) * group.block_bytes
+            (count if group.fixed_blocks is None else group.fixed_blocks) * group.block_bytes
             for count, group in zip(self._unit_blocks, groups, strict=True)
         ]
         self._sizes = _Sizes(self._unit_bytes)
@@ -296,6 +296,9 @@ class TierStack:
         for number, (group, there, count) in enumerate(
             zip(self._groups, resumption.tables, self._unit_blocks, strict=True)
         ):
+            if group.fixed_blocks == 0:
+                # What stands before sequences stays in the arena.
+                continue
             if group.fixed_blocks is not None:
                 self._places.fetch(resumption.levels[-1], resumption.digests[-1], number, 0, tables[number])
                 continue
