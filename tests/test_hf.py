@@ -3,6 +3,7 @@
 import copy
 import doctest
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -319,6 +320,9 @@ CARELESS: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     ),
     "a crop": (lambda: KvistCache(model_of("llama").config).crop(-1), ("crop", "1", "0 tokens")),
     "rows": (lambda: filled().reorder_cache(torch.tensor([0, 5])), ("indices", "[0, 5]", "0 to 1")),
+    "no rows": (lambda: filled().batch_repeat_interleave(0), ("indices", "[]", "reset()")),
+    "rows of rows": (lambda: filled().reorder_cache(torch.tensor([[0, 1]])), ("indices", "[[0, 1]]", "0 to 1")),
+    "half a crop": (lambda: filled().crop(1.5), ("crop", "1.5", "whole number")),
     "a window that is gone": (lambda: filled("mistral").crop(-30), ("crop", "30", "activate_past_recording()")),
     "a layer alone": (lambda: filled().layers[0].crop(-1), ("layers", "KvistCache")),
     "doubles": (
@@ -392,3 +396,18 @@ def test_what_the_page_shows() -> None:
     )
     assert attempted > 10
     assert failed == 0
+
+
+def test_the_sizes_that_the_page_measured_are_planned() -> None:
+    page = (Path(__file__).parents[1] / "docs/transformers.md").read_text()
+    rows = re.findall(r"^\| kvist, (\w+)/(\w+)( rotated)? \| ([\d.]+) \|", page, re.MULTILINE)
+    assert len(rows) == 6
+    config = transformers.LlamaConfig(
+        num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, hidden_size=576, dtype="bfloat16"
+    )
+    for key, value, rotated, size in rows:
+        held = KvistCache(config, format=CacheFormat(key=key, value=value, rotate=bool(rotated)))
+        held.memory.blocks.begin(1, 1031)
+        held.memory.blocks.end()
+        check_bytes(held)
+        assert size == f"{held.planned_bytes / 2**20:.2f}"

@@ -157,6 +157,8 @@ class KvistCache(Cache):
                 ``activate_past_recording()`` first, as assisted generation does.
         """
         self.memory.require_idle("crop")
+        if type(tokens_to_remove) is not int:
+            raise InputError(f"crop: {tokens_to_remove!r}; a whole number of tokens, -2 for the last two", key="crop")
         length = self.memory.blocks.length
         count = -tokens_to_remove if tokens_to_remove <= 0 else max(0, length - tokens_to_remove)
         self.memory.blocks.crop(count)
@@ -174,18 +176,25 @@ class KvistCache(Cache):
         self.batch_select_indices(torch.arange(self.rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows ``indices``, or a mask of them, in their order."""
+        """Keep the rows ``indices``, or a mask of them, in their order.
+
+        Raises:
+            InputError: a row is none of them, or none would be left.
+        """
         self.memory.require_idle("indices")
         if not self.rows:
             return
-        chosen = np.arange(self.rows)
         try:
-            chosen = chosen[indices.cpu().numpy()]
-        except IndexError as error:
+            chosen = np.arange(self.rows)[torch.as_tensor(indices).cpu().numpy()]
+        except (IndexError, TypeError, ValueError, RuntimeError):
+            chosen = np.empty(0, np.int64)
+        if chosen.ndim != 1 or not chosen.size:
+            given = indices.tolist() if isinstance(indices, Tensor) else indices
             raise InputError(
-                f"indices: {indices.tolist()}; the cache holds {counted(self.rows, 'sequence')}, 0 to {self.rows - 1}",
+                f"indices: {given!r}; one or more of the {counted(self.rows, 'sequence')} that the cache holds, 0 to "
+                f"{self.rows - 1}, or a mask of them; reset() forgets all",
                 key="indices",
-            ) from error
+            )
         self.memory.blocks.select(chosen)
 
     def activate_past_recording(self) -> None:

@@ -40,7 +40,9 @@ def describe(config: object) -> Description:
         UnsupportedModel: a layer remembers something else than keys and values, or the model is none that is read.
     """
     if not isinstance(config, PretrainedConfig):
-        hint = "pass its .config" if isinstance(getattr(config, "config", None), PretrainedConfig) else "model.config"
+        hint = (
+            "pass its .config" if isinstance(getattr(config, "config", None), PretrainedConfig) else "pass model.config"
+        )
         raise InputError(
             f"config: {type(config).__name__} is not a configuration of transformers; {hint}", key="config"
         )

@@ -24,7 +24,7 @@ from kvist.hf.blocks import Blocks, layout_of
 from kvist.kernels.hadamard import hadamard
 from kvist.store.codecs import PLAIN, Coding
 from kvist.store.layouts import PagedKV, Scratch
-from kvist.units import format_size
+from kvist.units import counted, format_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +92,9 @@ class BatchMemory:
     def require_idle(self, key: str) -> None:
         """Raise :class:`InputError` in the middle of a step, where layers have stored tokens and others have not."""
         if self._step is not None:
-            done = sorted(self._step.done)
             raise InputError(
-                f"{key}: layers {done[0]} to {done[-1]} have stored a step that the other {len(self.places)} - "
-                f"{len(done)} have not: call it between forward passes, or reset() after one that failed",
+                f"{key}: {len(self._step.done)} of {counted(len(self.places), 'layer')} have stored a step, and the "
+                f"others not yet: call it between forward passes, or reset() after one that failed",
                 key=key,
             )
 
@@ -122,9 +121,9 @@ class BatchMemory:
         assert step is not None
         if layer in step.done or count != step.count:
             raise InputError(
-                f"layers: layer {layer} stores {count} tokens more, and {len(step.done)} of the {len(self.places)} "
-                f"layers that the cache was made for have stored {step.count} in this step: give the cache the "
-                f"configuration of the model that runs; reset() it after a step that failed",
+                f"layers: layer {layer} stores {counted(count, 'token')} more; {len(step.done)} of the "
+                f"{len(self.places)} layers that the cache was made for have stored {step.count} in this step: give it "
+                f"the configuration of the model that runs; reset() it after a step that failed",
                 key="layers",
             )
         place = self.places[layer]
@@ -300,9 +299,8 @@ class _Arena:
         self.group = group
         self.array: np.ndarray[Any, np.dtype[np.uint8]] | None = None
         self.tensor: Tensor | None = None
-        # Over no memory at all, so that what cannot be stored is refused before the first tokens come.
-        layout = layout_of(group, 1)
-        self._lay(torch.empty(layout.total_bytes, dtype=torch.uint8, device="meta"), layout)
+        # What cannot be stored is refused before the first tokens come.
+        self._lay_nowhere()
 
     def fit(self, layout: ArenaLayout, device: torch.device) -> None:
         """Make it as large as ``layout``; views that were taken of it before may not be used again."""
@@ -319,8 +317,9 @@ class _Arena:
                     if self.array is None:
                         self.array = np.zeros(size, np.uint8)
                     else:
-                        # The system moves its pages, where it can, and copies nothing.
-                        del self.store, self.tensor
+                        # The system moves its pages, where it can, and copies nothing; nobody may look at them then.
+                        self.tensor = None
+                        self._lay_nowhere()
                         self.array.resize(size, refcheck=False)
                 except MemoryError as error:
                     raise DoesNotFit(f"memory: {format_size(size)} cannot be allocated") from error
@@ -343,6 +342,10 @@ class _Arena:
         size = self.group.block_bytes
         source, target = each.source * size, each.target * size
         self.tensor[target : target + size] = self.tensor[source : source + size]
+
+    def _lay_nowhere(self) -> None:
+        layout = layout_of(self.group, 1)
+        self._lay(torch.empty(layout.total_bytes, dtype=torch.uint8, device="meta"), layout)
 
     def _lay(self, tensor: Tensor, layout: ArenaLayout) -> None:
         with torch.inference_mode(False):
