@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,41 @@ def test_one_that_is_the_whole_text_answers_as_the_whole_text(model: Path, text:
     ]
     assert rows[0]["needle"] is not None
     assert rows[1]["needle"] is rows[1]["choice_known"] is None
+
+
+def test_formats_of_cartridges_are_compared(model: Path, text: str, tmp_path: Path, capsys: Any) -> None:
+    """Each in a format of its own under the full cache: the bytes of that format, and its answers."""
+    file, cartridge = tmp_path / "text.txt", read(model, text, 160)
+    file.write_text(text)
+    settings = [
+        Setting(cartridge="half", cartridge_format=fmt) for fmt in (None, CacheFormat(key="f32", value="f32"), FP8)
+    ]
+    _, tree, same, stored = compare(ModelSpec.read(model), text, settings, cartridges={"half": cartridge}, **SIZES).rows
+    assert same.bytes_per_token == tree.bytes_per_token == 4 * stored.bytes_per_token
+    assert same.kl == pytest.approx(tree.kl, rel=1e-3)
+    assert stored.kl != tree.kl
+    assert stored.to_dict()["setting"] == "cartridge half in fp8/fp8"
+    cartridge.save(tmp_path / "half.cartridge", engine_of(model).groups)
+    call = [
+        "compare",
+        str(model),
+        "--text",
+        str(file),
+        "--following",
+        "128",
+        "--pieces",
+        "2",
+        "--dtype",
+        "f32",
+        "--json",
+    ]
+    call += ["--cartridge-format", "fp8", "--evict", "none"]
+    assert main([*call, "--cartridge", f"half={tmp_path / 'half.cartridge'}"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["cartridge_format"] for row in rows] == [None, None, "fp8/fp8"]
+    assert rows[2]["kl"] == pytest.approx(stored.kl, rel=1e-3)
+    assert main(call) == 2
+    assert "--cartridge-format: there is no cartridge to store so" in capsys.readouterr().err
 
 
 def test_answers_alone_are_weighed(model: Path, text: str) -> None:

@@ -12,6 +12,7 @@ from kvist.commands.options import (
     add_json,
     check_place,
     print_json,
+    require_cartridge,
 )
 from kvist.commands.progress import Bar
 
@@ -52,6 +53,13 @@ def add_compare(commands: Any) -> None:
         help="to compare, such as h2o:0.5; repeatable",
     )
     add_cartridges(command, help="to compare, trained on the text; repeatable")
+    command.add_argument(
+        "--cartridge-format",
+        action="append",
+        type=values.cartridge_format,
+        metavar="K/V",
+        help="compare each --cartridge stored so besides, under the full cache, such as int8/int4; repeatable",
+    )
     command.add_argument("--cross", action="store_true", help="each --format with each --evict and --cartridge besides")
     command.add_argument(
         "--questions",
@@ -157,7 +165,9 @@ def _settings(args: argparse.Namespace) -> list["Setting"]:
     from kvist.comparison.settings import Setting, every_format, together, usual
 
     names = [name for name, _ in args.cartridge or ()]
-    trained = [Setting(cartridge=name) for name in names]
+    require_cartridge(args)
+    stored = (None, *(args.cartridge_format or ()))
+    trained = [Setting(cartridge=name, cartridge_format=fmt) for name in names for fmt in stored]
     if not (args.format or args.all_formats or args.evict):
         return [*usual(), *trained]
     formats = [Setting(format=fmt) for fmt in args.format or ()]

@@ -13,6 +13,7 @@ from kvist.commands.options import (
     add_format,
     add_json,
     check_place,
+    require_cartridge,
 )
 from kvist.errors import InputError
 
@@ -127,7 +128,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
         check_place(args.plot)
         check_plot(args.plot)
-    _require_cartridge(args)
+    require_cartridge(args)
     from kvist.engine.commands import generate
 
     code: int = generate(args)
@@ -136,14 +137,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
 def run_serve(args: argparse.Namespace) -> int:
     """``kvist serve``: ``args`` has the options by name and ``model`` (None: the default)."""
-    _require_cartridge(args)
+    require_cartridge(args)
     from kvist.server.run import serve
 
     return serve(args)
-
-
-def _require_cartridge(args: argparse.Namespace) -> None:
-    if args.cartridge_format is not None and not args.cartridge:
-        raise InputError(
-            "cartridge_format: there is no cartridge to store so; name one with `cartridge`", key="cartridge_format"
-        )

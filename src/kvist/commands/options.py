@@ -88,6 +88,14 @@ def add_cartridge_format(command: argparse.ArgumentParser) -> None:
     )
 
 
+def require_cartridge(args: argparse.Namespace) -> None:
+    """Raise :class:`InputError` where a format of cartridges is given and none of them."""
+    if args.cartridge_format and not args.cartridge:
+        raise InputError(
+            "cartridge_format: there is no cartridge to store so; name one with `cartridge`", key="cartridge_format"
+        )
+
+
 def add_settings(command: argparse.ArgumentParser, *, help: str) -> None:
     """Add ``--set KEY=VALUE``, settings of an engine."""
     command.add_argument("--set", type=values.assumption, action="append", metavar="KEY=VALUE", help=help)

@@ -217,10 +217,12 @@ def compare(
         if first is None:
             first = reference.row
             book.add(first)
-        for fmt in dict.fromkeys(setting.format for setting in missing):
-            reader = plain if fmt is None else Reader(spec, fmt, dtype=dtype, most=most, cartridges=cartridges)
+        for fmt, own in dict.fromkeys((setting.format, setting.cartridge_format) for setting in missing):
+            reader = plain
+            if fmt is not None or own is not None:
+                reader = Reader(spec, fmt, dtype=dtype, most=most, cartridges=cartridges, cartridge_format=own)
             for setting in missing:
-                if setting.format != fmt:
+                if (setting.format, setting.cartridge_format) != (fmt, own):
                     continue
                 try:
                     rows[setting] = measured(reader, setting, reference).row
@@ -270,7 +272,7 @@ def _for_model(
     left_out: dict[str, str] = {}
     for setting in dict.fromkeys(settings):
         try:
-            groups = stored_groups(spec, setting.format, dtype)
+            groups = stored_groups(spec, setting.format, dtype, setting.cartridge_format)
             if setting.pruning is not None and (why := cannot_prune(groups)):
                 raise InputError(
                     f"evict: {spec.name} keeps nothing that {setting.pruning} could prune: {why}", key="evict"

@@ -102,6 +102,7 @@ class Row:
             "tail": 0 if fmt is None else fmt.plain.tail,
             "evict": self.setting.evict,
             "cartridge": self.setting.cartridge,
+            "cartridge_format": None if self.setting.cartridge_format is None else str(self.setting.cartridge_format),
             "bytes_per_token": round(self.bytes_per_token, 2),
             "memory_ratio": round(self.memory_ratio, 3),
             "kl": round(self.kl, 6),

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvist.batch import Chunk, Request
-from kvist.cache.groups import Group, groups_of
+from kvist.cache.groups import DEFAULT_BLOCK_TOKENS, Group, groups_of
 from kvist.cache.layout import ArenaLayout
+from kvist.cache.lead_groups import lead_groups
 from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
 from kvist.cache.sequence import Sequence
@@ -20,6 +21,7 @@ from kvist.engine.pruner import Pruner
 from kvist.engine.runner import Runner
 from kvist.engine.tokenizer import Tokenizer
 from kvist.errors import DoesNotFit
+from kvist.planning.capacity import allocated_bytes
 from kvist.scheduler import Limits, Scheduler
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
@@ -31,14 +33,18 @@ CHUNK = 512
 """Tokens of a prompt that are computed at once."""
 
 
-def stored_groups(spec: ModelSpec, fmt: CacheFormat | None, dtype: str) -> tuple[Group, ...]:
-    """The groups of a model whose cache has this format; None: the type of computation.
+def stored_groups(
+    spec: ModelSpec, fmt: CacheFormat | None, dtype: str, cartridge_format: CacheFormat | None = None
+) -> tuple[Group, ...]:
+    """The groups of a model whose cache has this format; None: the type of computation, and for cartridges this format.
 
     Raises:
         InputError: the model or the engine does not store it so.
     """
     stored = (fmt or CacheFormat(key=dtype, value=dtype)).computed_in(dtype)
     groups = groups_of(spec.computed_in(dtype), stored)
+    if cartridge_format is not None:
+        groups += lead_groups(spec, cartridge_format, DEFAULT_BLOCK_TOKENS)
     for group in groups:
         check_format(group)
         group.block_bytes  # noqa: B018 (refuses widths that are no whole groups)
@@ -54,6 +60,7 @@ class Reader:
         dtype: ``f32``, ``bf16`` or ``f16``.
         most: tokens that are held at once.
         cartridges: that stand for texts, by their names.
+        cartridge_format: in which they are stored; None: as all else.
 
     Raises:
         InputError, BadFile: a cartridge is of another model, or its tensors are not what the model stores.
@@ -67,11 +74,14 @@ class Reader:
         dtype: str,
         most: int,
         cartridges: Mapping[str, Cartridge] | None = None,
+        cartridge_format: CacheFormat | None = None,
     ) -> None:
-        groups = stored_groups(spec, fmt, dtype)
+        groups = stored_groups(spec, fmt, dtype, cartridge_format)
         # A prompt, what stays of it, and what is asked behind it; and for every group a slab that is not full.
-        lengths = [most, most, most, *(cartridge.tokens for cartridge in (cartridges or {}).values())]
+        trained = [cartridge.tokens for cartridge in (cartridges or {}).values()]
+        lengths = [most, most, most, *trained]
         memory = sum(group.peak_blocks(length, CHUNK) * group.block_bytes for length in lengths for group in groups)
+        memory += sum(allocated_bytes(groups, 0, before=tokens) for tokens in trained)
         largest = max(group.block_bytes for group in groups)
         layout = ArenaLayout.of(groups, memory + 16 * len(groups) * largest)
         self.runner = Runner(spec, groups, layout, dtype=dtype)

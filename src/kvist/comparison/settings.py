@@ -18,11 +18,13 @@ class Setting:
         format: of keys and values; None for the type of computation, the full cache's.
         pruning: None drops nothing.
         cartridge: name of a trained cache in the place of the text; None reads it.
+        cartridge_format: in which it is stored; None: as what is asked behind it.
     """
 
     format: CacheFormat | None = None
     pruning: Pruning | None = None
     cartridge: str | None = None
+    cartridge_format: CacheFormat | None = None
 
     @property
     def full(self) -> bool:
@@ -47,7 +49,8 @@ class Setting:
         if self.pruning is not None:
             words.append(str(self.pruning))
         if self.cartridge is not None:
-            words.append(f"cartridge {self.cartridge}")
+            stored = "" if self.cartridge_format is None else f" in {self.cartridge_format}"
+            words.append(f"cartridge {self.cartridge}{stored}")
         return " + ".join(words) or f"{dtype}/{dtype}"
 
 

@@ -36,6 +36,7 @@ from kvist.model.fingerprints import model_digest, rotary_positions
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Attention, Latent
 from kvist.spec.model import ModelSpec
+from kvist.spec.pruning import Pruning
 from kvist.store.cartridge_file import Cartridge, load
 from kvist.store.states import StateStore
 
@@ -376,3 +377,12 @@ class Shelf:
 def names_of(cartridge: str | Seq[str]) -> tuple[str, ...]:
     """Names of one cartridge or of several, as requests give them."""
     return (cartridge,) if isinstance(cartridge, str) else tuple(cartridge)
+
+
+def stays_whole(pruning: Pruning) -> UnsupportedModel:
+    """What is said where a request behind a cartridge in a format of its own is to be pruned."""
+    return UnsupportedModel(
+        f"evict: {pruning} drops tokens of cartridge and prompt together, and cartridges in a format of their own stay "
+        f"whole; leave evict out, or `cartridge_format`",
+        key="evict",
+    )

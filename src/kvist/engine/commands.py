@@ -44,6 +44,7 @@ def generate(args: Namespace) -> int:
     prompt, how = _prompt(engine, args.prompt, args.chat, begins=not args.cartridge)
     if args.cartridge:
         how += f", behind {engine.shelf.tokens(list(engine.shelf.loaded))} tokens of {' and '.join(args.cartridge)}"
+        how += f" in {args.cartridge_format}" if args.cartridge_format else ""
     _note(f"{engine.model_id}, computing in {engine.dtype}, cache {engine.format}, {how}")
     try:
         made = _answer(engine, prompt, params, show=not args.json)

@@ -30,7 +30,7 @@ from kvist.cache.prefix import PrefixKey
 from kvist.cache.tier import Tier
 from kvist.engine.account import Account
 from kvist.engine.answer import Answer, Event, FinishReason
-from kvist.engine.cartridges import Joined, Loaded, Shelf, names_of
+from kvist.engine.cartridges import Joined, Loaded, Shelf, names_of, stays_whole
 from kvist.engine.generation import Generation
 from kvist.engine.loading import DEFAULT_MODEL, DTYPES, best_dtype, with_weights
 from kvist.engine.pruner import Pruner
@@ -122,7 +122,7 @@ class Engine:
         self.spec = spec
         self.evict = self._pruning(evict)
         if self.evict is not None and cartridge_format is not None:
-            raise _whole_behind(self.evict)
+            raise stays_whole(self.evict)
         layout = ArenaLayout.of(self.groups, parse_size(memory, key="memory"))
         behind = tiers_of(tiers)
         check_capacities(behind, self.groups)
@@ -308,7 +308,7 @@ class Engine:
         What a tenant says behind them is shared with nobody, itself included, where they are pinned in the tree.
         """
         if pruning is not None and self.cache.leads:
-            raise _whole_behind(pruning)
+            raise stays_whole(pruning)
         held = self.shelf.hold(names)
         try:
             if isinstance(held, Joined) and not self.scheduler.all_fit():
@@ -539,12 +539,3 @@ class Engine:
         now = time.perf_counter()
         recent = [(then, count) for then, count in self._recent if now - then < 10]
         return sum(count for _, count in recent) / max(now - recent[0][0], 1e-3) if len(recent) > 1 else 0.0
-
-
-def _whole_behind(pruning: Pruning) -> UnsupportedModel:
-    """What is said where a request behind a cartridge in a format of its own is to be pruned."""
-    return UnsupportedModel(
-        f"evict: {pruning} drops tokens of cartridge and prompt together, and cartridges in a format of their own stay "
-        f"whole; leave evict out, or `cartridge_format`",
-        key="evict",
-    )
