@@ -29,7 +29,7 @@ _log = logging.getLogger("kvist")
 _VARIABLE = "KVIST_KERNELS"
 _CHOICES = ("auto", "amx", "avx512", "portable", "torch")
 
-# cpu_attention.cpp: kMaxDim, and kMaxTiles of 16 queries.
+# cpu_avx512.h and cpu_blocks.h: kMaxDim, and kMaxTiles of 16 queries.
 _MOST_DIM = 256
 _MOST_REPEATS = 256
 CODECS = {name: number for number, name in enumerate(("bf16", "f16", "f32", "fp8", "int8", "int4", "int4a"))}
