@@ -45,12 +45,7 @@ class Row:
     hit_tokens: int = 0
     tier_hit_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that a round brought back."""
-        tiers = self.engine.runner.tiers
-        return sum(tiers.read) // max(1, len(self.ttft)) if tiers else 0
+    read_bytes: int = 0
 
 
 def rows_of(fmt: CacheFormat, directory: str) -> list[Row]:
@@ -83,11 +78,14 @@ def measure(row: Row, prefix: list[int], other: list[int], question: list[int]) 
             assert isinstance(store, Disk)
             os.fsync(store.file)
             os.posix_fadvise(store.file, 0, 0, os.POSIX_FADV_DONTNEED)
+    tiers = engine.runner.tiers
+    before = sum(tiers.read) if tiers else 0
     (answer,) = engine.generate([[*prefix, *question]], max_tokens=1, temperature=0)
     row.ttft.append(answer.timing["ttft"])
     row.hit_tokens = answer.account["prefix_hit_tokens"]
     row.tier_hit_tokens = answer.account["tier_hit_tokens"]
     row.tokens.append(answer.tokens[0])
+    row.read_bytes = sum(tiers.read) - before if tiers else 0
     expected = 0 if row.where == "computed again" else PREFIX
     assert row.hit_tokens == expected, f"{row.where}: {row.hit_tokens} tokens were found"
 
@@ -116,7 +114,8 @@ def main() -> None:
             question = draw(QUESTION)
             for row in rows:
                 measure(row, prefix, other, question)
-    print(f"{machine()}; cache {args.key}/{args.value}, {args.rounds} rounds")
+    here = machine()
+    print(f"{here['cpu']}, {here['cores']} cores; cache {args.key}/{args.value}, {args.rounds} rounds")
     print(f"{'prefix':<16}{'least s':>9}{'median s':>10}{'from a tier':>13}{'read':>12}  same first token")
     for row in rows:
         same = "yes" if row.tokens == rows[0].tokens else f"{row.tokens} beside {rows[0].tokens}"

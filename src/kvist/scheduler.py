@@ -96,7 +96,7 @@ class Scheduler:
         tier_hit_tokens: of ``counters.hit_tokens``, by the tier that they were loaded from.
 
     Raises:
-        InputError: ``preempt`` is neither, or there is no tier to swap to.
+        InputError: ``preempt`` is neither, or there is no tier to swap to, or its bytes are real.
     """
 
     manager: CacheManager
@@ -116,6 +116,8 @@ class Scheduler:
             raise InputError(f"preempt: {self.preempt!r}; recompute or swap", key="preempt")
         if self.preempt == "swap" and not self.manager.tiers:
             raise InputError("preempt: swap needs a tier to swap to; add one, or use recompute", key="preempt")
+        if self.preempt == "swap" and self.manager.moving:
+            raise InputError("preempt: swap is simulated, and moves no real bytes; use recompute", key="preempt")
 
     def longest(self) -> int:
         """Longest sequence that a request may reach: the context, or what the cache holds of one sequence.

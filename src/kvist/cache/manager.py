@@ -39,10 +39,11 @@ from kvist.cache.pinning import Pins, pin
 from kvist.cache.places import Places
 from kvist.cache.prefix import Match, PrefixKey, PrefixTree
 from kvist.cache.reclaim import LRU, Order, order_of
+from kvist.cache.resumption import Resumption, Swapped
 from kvist.cache.sequence import NO_BLOCKS, Compaction, Fork, Move, Reservation, Sequence
 from kvist.cache.snapshot import snapshot
 from kvist.cache.tier import Tier
-from kvist.cache.tiers import Resumption, Swapped, TierStack
+from kvist.cache.tiers import TierStack
 from kvist.errors import InputError
 from kvist.spec.pruning import PruningPlan
 
@@ -65,6 +66,7 @@ class CacheManager:
 
     Attributes:
         block_tokens: of the smallest blocks.
+        moving: whether the tiers' bytes are real.
         moves: copies that were decided and not yet returned, in order.
         unit_tokens: tokens of which every shared prefix is a multiple.
         windows: whether a group gives blocks back while a sequence runs.
@@ -103,6 +105,7 @@ class CacheManager:
         self.leads = lead_unit(self.groups) > 0
         self._checkpointing = Checkpointing(self, checkpoint_every)
         self._checkpointed = self.prefix_cache and bool(self._states)
+        self.moving = moving
         self.moves: list[Move] = []
         places = Places(layout, [tier.capacity_bytes for tier in tiers], self.moves) if moving else None
         self.tiers = TierStack(tiers, self.groups, self.unit_tokens, places) if tiers else None

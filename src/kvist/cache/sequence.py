@@ -12,7 +12,7 @@ from kvist.cache.leads import Lead
 from kvist.cache.places import Transfer
 from kvist.cache.prefix import PrefixKey
 from kvist.cache.reclaim import Node
-from kvist.cache.tiers import Swapped
+from kvist.cache.resumption import Swapped
 from kvist.cache.traffic import Moved
 from kvist.spec.pruning import PruningPlan
 

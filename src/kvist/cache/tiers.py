@@ -16,7 +16,6 @@ real memory gives it :mod:`kvist.cache.places`, and moves what these write down.
 from collections import OrderedDict
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -28,6 +27,7 @@ from kvist.cache.digests import Digests
 from kvist.cache.groups import Group
 from kvist.cache.places import Pieces, Places
 from kvist.cache.reclaim import Node
+from kvist.cache.resumption import Resumption, Swapped
 from kvist.cache.tier import Tier
 from kvist.cache.traffic import Moved, Occupied, Traffic
 from kvist.errors import InputError
@@ -35,39 +35,6 @@ from kvist.errors import InputError
 if TYPE_CHECKING:
     from kvist.cache.prefix import Match, PrefixTree
     from kvist.cache.sequence import Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Swapped:
-    """What a sequence that was swapped out has in the first tier.
-
-    Attributes:
-        tokens: that are stored.
-        bytes: of its blocks, those that it shared included.
-    """
-
-    tokens: int
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Resumption:
-    """Where a sequence goes on once more has been loaded than the device has.
-
-    Attributes:
-        tokens: length of what it has then.
-        tables: per group, int64 ``[blocks]``: of those of the match the ones that it still needs, and -1 for those
-            that no window sees, behind the match too. What follows up to ``tokens`` is to be loaded.
-        loads: what that moves.
-        digests: of the blocks of the prefix that are loaded; none where a sequence is swapped in.
-        levels: the tier of each.
-    """
-
-    tokens: int
-    tables: list[Ids]
-    loads: tuple[Moved, ...]
-    digests: list[bytes]
-    levels: list[int]
 
 
 class _Shelf:

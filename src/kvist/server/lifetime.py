@@ -95,4 +95,6 @@ def _ready_line(loop: Backend, host: str, port: int) -> str:
     told = now["format"]
     stored = told.get("text") or f"{told['key']}/{told['value']}"
     cache = f"{loop.cache_tokens:,} tokens in {format_size(now['arena']['bytes'])} ({stored})"
+    for tier in now["tiers"]:
+        cache += f", {tier['name']} {format_size(tier['bytes'])}"
     return f"kvist: {loop.model_id} in {now['dtype']} is ready on http://{shown}:{port} · cache {cache}"
