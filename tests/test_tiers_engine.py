@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from cartridge_models import reading_model
 from served import VOCAB
 from server_checks import serving
@@ -159,23 +160,43 @@ def test_a_disk_that_fails_ends_the_step_and_nothing_else(directory: Path, tmp_p
 
 def test_pruning_and_cartridges_beside_tiers(directory: Path, tmp_path: Path) -> None:
     """What they write to the arena between steps comes after what goes from there to a tier."""
-    answers = []
+    seen: list[list[torch.Tensor]] = []
     for tiers in ((), ("host=40KiB", "disk=4MiB")):
         where = {"tier_directory": tmp_path} if tiers else {}
         made = engine(directory, 24, *tiers, **where)
-        said = []
+        rows: list[torch.Tensor] = []
+        seen.append(rows)
+        run, compact, hits = made.runner.run, made.runner.compact, 0
+
+        def watched(batch: Any, run: Any = run, rows: Any = rows) -> torch.Tensor:
+            rows.append(run(batch).clone())
+            return rows[-1]
+
+        made.runner.run, pruned = watched, []
+        made.runner.compact = lambda *args, made=made, compact=compact, pruned=pruned: (
+            pruned.append(len(made.cache.moves)),
+            compact(*args),
+        )
         for turn in range(3):
             for seed in (1, 2, 3):
-                said += made.generate([prompt(seed, 130)], params=GREEDY)
-            said += made.generate([prompt(9 + turn, 200)], params=GREEDY, evict="streaming:4+60")
+                (answer,) = made.generate([prompt(seed, 130)], params=GREEDY)
+                hits += answer.account["tier_hit_tokens"]
             made.load_cartridge(f"c{turn}", cartridge_of(directory, seed=turn))
-            said += made.generate([prompt(1, 40)], params=GREEDY, cartridge=f"c{turn}")
-            said += made.generate([prompt(1, 40)], params=GREEDY, cartridge=[f"c{turn}", f"c{turn}"])
+            for names in (f"c{turn}", [f"c{turn}", f"c{turn}"]):
+                made.generate([prompt(1, 40)], params=GREEDY, cartridge=names)
             made.unload_cartridge(f"c{turn}")
-        answers.append([answer.tokens for answer in said])
+            for seed in (1, 2, 3):
+                made.generate([prompt(seed, 130)], params=GREEDY)
+            # Two that share what neither may write to: what they keep goes to blocks that others must give up.
+            made.generate([prompt(9 + turn, 140)] * 2, params=GREEDY, evict="streaming:4+60")
+        assert pruned
+        assert not any(pruned), "blocks were written to that were still to go to a tier"
+        assert bool(hits) == bool(tiers)
         if tiers:
-            assert sum(answer.account["tier_hit_tokens"] for answer in said)
-    assert answers[0] == answers[1]
+            assert made.runner.tiers.written[0]
+    assert len(seen[0]) == len(seen[1])
+    for plain, tiered in zip(*seen, strict=True):
+        torch.testing.assert_close(plain, tiered, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("write", ["write-back", "write-through"])

@@ -312,6 +312,10 @@ class CacheManager:
         Returns:
             Copies of its states that a checkpoint keeps, and what goes to tiers; to be done before the next step.
         """
+        self._commit(sequence, length)
+        return self.take_moves()
+
+    def _commit(self, sequence: Sequence, length: int) -> None:
         sequence.length = length
         sequence.in_flight = 0
         if sequence.published < length <= sequence.prompt_size:
@@ -330,11 +334,9 @@ class CacheManager:
                 self.tree.mark_stale(sequence.node)
         if self._checkpointed and sequence.shared and self._checkpointing.is_due(sequence, length):
             self._checkpointing.take(sequence)
-        return self.take_moves()
 
     def commit_all(self, sequences: Seq[Sequence]) -> list[Move]:
         """:meth:`commit` for each, of all that it had in flight."""
-        copies: list[Move] = []
         plain = self._plain
         for sequence in sequences:
             length = sequence.length
@@ -342,9 +344,9 @@ class CacheManager:
                 # Nothing to share, nothing that falls out of a window: of a thousand calls all but a few.
                 sequence.length = length + 1
                 sequence.in_flight = 0
-            elif saved := self.commit(sequence, length + sequence.in_flight):
-                copies += saved
-        return copies
+            else:
+                self._commit(sequence, length + sequence.in_flight)
+        return [*self.take_moves()]
 
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Give back everything that a sequence holds; the tree keeps its whole blocks unless ``keep`` is False.
@@ -448,7 +450,8 @@ class CacheManager:
     def filled(self, pinned: Sequence | Lead) -> None:
         """What is pinned is stored now: nothing reclaims it until :meth:`unpin`, but for what windows never read."""
         if isinstance(pinned, Sequence):
-            self.commit(pinned, pinned.pinned)
+            # Nothing is to be copied for it itself; what others are to give up stays to be told.
+            self._commit(pinned, pinned.pinned)
         self.pins.add(pinned)
 
     def unpin(self, pinned: Sequence | Lead) -> None:
