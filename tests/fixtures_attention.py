@@ -7,7 +7,7 @@ import torch
 
 from kvist.cache.arena import ArenaLayout
 from kvist.cache.groups import Group
-from kvist.kernels.reference import attend_paged, read_latent, read_vector
+from kvist.kernels.reference import attend_paged
 from kvist.kernels.spans import Span
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Attention, Latent
@@ -111,30 +111,14 @@ def make_scene(
         else:
             blocks = 0
         dead = group.first_live_block(start)
-        for position in range(blocks * size, start):
-            for layer in range(len(group.layers)):
-                block, slot = int(table[position // size]), position % size
-                if not {group.format.key, group.format.value} <= PLAIN.keys():
-                    new = torch.randn(1, sum(part.heads for part in store.parts), store.dim, generator=generator)
-                    store.append(layer, new, store.vectors(np.array([block]), np.array([slot])))
-                    continue
-                for vector in vectors_at(arena, group, layout, layer=layer, block=block, slot=slot):
-                    vector.copy_(torch.randn(vector.shape, generator=generator))
+        past = np.arange(blocks * size, start)
+        where = store.vectors(table[past // size], past % size)
+        for layer in range(len(group.layers)):
+            # What it stores elsewhere than the oracle reads, that finds poison there.
+            heads = sum(part.heads for part in store.parts)
+            store.append(layer, torch.randn(past.size, heads, store.dim, generator=generator), where)
         whole.append(table.copy())
         if group.gives_back:
             table[:dead] = -1
         spans.append(Span(table=table, start=start, count=count))
     return Scene(group, layout, arena, store, spans)
-
-
-def vectors_at(
-    arena: torch.Tensor, group: Group, layout: ArenaLayout, *, layer: int, block: int, slot: int
-) -> list[torch.Tensor]:
-    """All that a layer stores of one token, by the reference."""
-    if isinstance(group.layer, Latent):
-        return [read_latent(arena, group, layout, 0, layer=layer, block=block, slot=slot)]
-    return [
-        vector
-        for head in range(group.layer.kv_heads)
-        for vector in read_vector(arena, group, layout, 0, layer=layer, head=head, block=block, slot=slot)
-    ]

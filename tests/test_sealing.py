@@ -101,6 +101,7 @@ class Scene:
         ]
         self.tables = {}
         self.past = {}
+        self.sealed = {}
         self.channel = torch.ones(dim, dtype=dtype)
 
     def _take(self, name, number, start, end):
@@ -156,8 +157,12 @@ class Scene:
         sides = []
         for index, coding in enumerate(self.codings):
             side = whole[index * self.kv_heads : (index + 1) * self.kv_heads]
-            sealed = coding.rounded(side[:, :behind].float().contiguous()) if behind else side[:, :0]
-            sides.append(torch.cat((sealed.double(), side[:, behind:].double()), 1))
+            # The same for all positions of a run.
+            sealed = self.sealed.get((name, index, behind))
+            if sealed is None:
+                sealed = coding.rounded(side[:, :behind].float().contiguous()) if behind else side[:, :0]
+                self.sealed[name, index, behind] = sealed = sealed.double()
+            sides.append(torch.cat((sealed, side[:, behind:].double()), 1))
         scores = torch.einsum("rhd,hnd->rhn", q.double(), sides[0]) * self.scores.scale
         if self.scores.softcap:
             scores = torch.tanh(scores / self.scores.softcap) * self.scores.softcap
