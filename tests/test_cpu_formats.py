@@ -92,26 +92,28 @@ class Memory:
         """Pack random vectors, and leave the rest of the last block as it was."""
         drawn = [self.draw(what, start, self.kv_heads, self.dim, self.generator) for what in "kv"]
         x = [vectors.transpose(0, 1).to(BF16) for vectors in drawn]
-        for number in range(-(-start // self.tokens)):
-            count = min(self.tokens, start - number * self.tokens)
-            for side, coding in enumerate(self.coding):
-                own = torch.zeros(self.kv_heads, self.tokens, self.dim, dtype=BF16)
-                own[:, :count] = x[side][:, number * self.tokens : number * self.tokens + count]
-                packed = coding.pack(own)
-                for piece in coding.pieces:
-                    empty = piece.rows(packed, self.tokens)[:, count:]
-                    empty.fill_(float("nan") if empty.is_floating_point() else -1 if empty.dtype == torch.int8 else 255)
-                self.runs(int(table[number]), side).copy_(packed)
+        blocks = -(-start // self.tokens)
+        rest = start - (blocks - 1) * self.tokens
+        for side, coding in enumerate(self.coding):
+            own = torch.zeros(self.kv_heads, blocks * self.tokens, self.dim, dtype=BF16)
+            own[:, :start] = x[side]
+            # All blocks at once, their heads one behind the other.
+            own = own.unflatten(1, (blocks, self.tokens)).transpose(0, 1).flatten(0, 1)
+            packed = coding.pack(own.contiguous()).view(blocks, self.kv_heads, coding.run_bytes)
+            for piece in coding.pieces if blocks else ():
+                empty = piece.rows(packed[-1], self.tokens)[:, rest:]
+                empty.fill_(float("nan") if empty.is_floating_point() else -1 if empty.dtype == torch.int8 else 255)
+            for block, runs in zip(table[:blocks], packed, strict=True):
+                self.runs(int(block), side).copy_(runs)
         return x
 
     def read(self, table, length, side):
         """What is stored of a sequence, as numbers: float64 ``[kv_heads, length, dim]``."""
         coding = self.coding[side]
-        parts = [
-            coding.unpack(self.runs(int(block), side), torch.empty(self.kv_heads, self.tokens, self.dim))
-            for block in table
-        ]
-        return torch.cat(parts, 1)[:, :length].double()
+        runs = torch.cat([self.runs(int(block), side) for block in table])
+        found = coding.unpack(runs, torch.empty(len(runs), self.tokens, self.dim))
+        found = found.unflatten(0, (len(table), self.kv_heads)).transpose(0, 1).flatten(1, 2)
+        return found[:, :length].double()
 
     def projected(self):
         """A step's queries ``[tokens, repeats x kv_heads, dim]``, and keys and values, out of one wide row a token."""
