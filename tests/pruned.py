@@ -204,7 +204,7 @@ class PrunedSession(Session):
 
         def arena_blocks(blocks: list[tuple[int, int]]) -> list[int]:
             sizes = self.served.layout.block_bytes
-            offsets = [(runner._offset(n, b), sizes[n]) for n, b in blocks]
+            offsets = [(self.served.layout.offset(n, b), sizes[n]) for n, b in blocks]
             return [int(runner.arena[at : at + size].long().sum()) for at, size in offsets]
 
         with pytest.MonkeyPatch.context() as patch:
