@@ -157,6 +157,14 @@ def test_a_tier_is_read_from_the_command_lines_words() -> None:
     assert Tier.parse("host=64GiB@25GB/s") == Tier(name="host", capacity_bytes=64 << 30, bandwidth=25e9)
     disk = Tier.parse(" disk = 2TB @ 7GB/s,write-through".replace(" ", ""))
     assert disk == Tier(name="disk", capacity_bytes=2 * 10**12, bandwidth=7e9, write="write-through")
+    for wrong in (
+        {"capacity_bytes": 1e9},
+        {"capacity_bytes": True},
+        {"capacity_bytes": "1GiB"},
+        {"bandwidth": "1GB/s"},
+    ):
+        with pytest.raises(InputError, match=r"tier host: (capacity_bytes|bandwidth) is "):
+            Tier(**({"name": "host", "capacity_bytes": 1 << 30} | wrong))
     for text, message in {
         "host": "tier: 'host'; write NAME=SIZE@RATE, such as host=64GiB@25GB/s",
         "host=64GiB@25GB": "write NAME=SIZE@RATE",

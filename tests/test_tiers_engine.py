@@ -1,6 +1,8 @@
 """Tiers of the engine: what is refused, what is told of them, and that a simulation decides as the engine does."""
 
+import errno
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,16 @@ from server_checks import serving
 from test_cartridge_serving import cartridge_of
 from test_simulation import trace_of
 
+from kvist.cache.digests import Digests
 from kvist.cache.layout import ArenaLayout
+from kvist.cache.prefix import PrefixKey
 from kvist.cache.tier import Tier
 from kvist.cli import main
 from kvist.engine.answer import Answer
 from kvist.engine.engine import Engine
 from kvist.engine.loop import EngineLoop
 from kvist.engine.sampler import SamplingParams
-from kvist.errors import DoesNotFit, InputError
+from kvist.errors import DoesNotFit, EngineFailure, InputError
 from kvist.scheduler import Limits
 from kvist.simulation.clock import FixedClock
 from kvist.simulation.prompts import Prompts
@@ -62,6 +66,8 @@ def prompt(seed: int, size: int) -> list[int]:
         ("host=1MiB,never", "tier host: write is 'never'"),
         (["host=1MiB", "host=2MiB"], "tier: host, host; each name once"),
         ([7], "tier: 7; write host=4GiB or disk=20GiB"),
+        (None, "tier: None; write host=4GiB or disk=20GiB"),
+        (b"host=1MiB", "tier: b'host=1MiB'; write host=4GiB or disk=20GiB"),
     ],
 )
 def test_tiers_are_refused_by_name(directory: Path, tiers: Any, says: str) -> None:
@@ -85,6 +91,20 @@ def test_what_does_not_fit_is_refused_by_name(directory: Path, tmp_path: Path) -
         Engine(directory, tiers="host=1MiB", tier_directory=tmp_path)
     with pytest.raises(InputError, match="tier: it keeps prefixes, and nothing keeps any here; leave it out"):
         Engine(directory, tiers="host=1MiB", prefix_cache=False)
+
+
+@pytest.mark.parametrize("given", ["", 5, b"here", "~nobody.of.this.name/tiers", "a\0b"])
+def test_what_is_no_directory_is_refused_by_name(directory: Path, given: Any) -> None:
+    with pytest.raises(InputError, match=r"tier_directory: .*; name one that can be written to") as caught:
+        Engine(directory, tiers="disk=1MiB", tier_directory=given)
+    assert caught.value.key == "tier_directory"
+    assert str(caught.value).isprintable()
+
+
+def test_the_users_cache_directory_is_one(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVIST_CACHE", "~nobody.of.this.name/kvist")
+    with pytest.raises(InputError, match=r"KVIST_CACHE: '~nobody\..*no such home directory"):
+        Engine(directory, tiers="disk=1MiB")
 
 
 @pytest.mark.parametrize(("given", "code"), [("host=1MiB@2GB/s", 2), ("host=1KiB", 3)])
@@ -156,6 +176,49 @@ def test_a_disk_that_fails_ends_the_step_and_nothing_else(directory: Path, tmp_p
     assert made.generate([other], params=GREEDY)[0].tokens == second.tokens
     assert made.cache.arena.held(0) == 0
     assert first.tokens
+
+
+def test_a_disk_that_takes_nothing_costs_no_answer(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = engine(directory, 16, "disk=1MiB", tier_directory=tmp_path)
+    said = [made.generate([prompt(seed, 161)], params=GREEDY)[0].tokens for seed in (1, 2)]
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwrite", full)
+        # The first writes fail while a step is still to read what went there before.
+        made.generate([prompt(3, 161)], params=GREEDY)
+        for seed in (1, 2, 1):
+            assert made.generate([prompt(seed, 161)], params=GREEDY)[0].tokens == said[seed - 1]
+    for seed in (2, 1):
+        (answer,) = made.generate([prompt(seed, 161)], params=GREEDY)
+        assert answer.tokens == said[seed - 1]
+    assert answer.account["tier_hit_tokens"]
+
+
+def test_a_file_that_is_cut_gives_no_other_tokens(directory: Path, tmp_path: Path) -> None:
+    """Not even where later writes make it as long again."""
+    made = engine(directory, 16, "disk=1MiB", tier_directory=tmp_path)
+    one, other = prompt(1, 161), prompt(2, 225)
+    said = [made.generate([each], params=GREEDY)[0].tokens for each in (one, other)]
+    os.ftruncate(made.runner.tiers.stores[0].file, 0)
+    with pytest.raises(EngineFailure, match=r"what a tier held was lost, ask again: .*cut to 0 of 1048576 bytes"):
+        made.generate([one], params=GREEDY)
+    for expected, each in zip(said * 2, (one, other) * 2, strict=True):
+        (answer,) = made.generate([each], params=GREEDY)
+        assert answer.tokens == expected
+    assert answer.account["tier_hit_tokens"]
+
+
+def test_names_of_tenants_are_not_kept_for_ever() -> None:
+    digests = Digests(16)
+    names = {salt: digests.root(PrefixKey(salt=str(salt))) for salt in range(3000)}
+    assert len(digests._roots) <= 1024
+    assert len(set(names.values())) == 3000
+    assert digests.root(PrefixKey(salt="0")) == names[0]
 
 
 def test_pruning_and_cartridges_beside_tiers(directory: Path, tmp_path: Path) -> None:

@@ -97,10 +97,16 @@ class _PipError(Exception):
 def cache_dir() -> Path:
     """Return the folder of the fetched files, which may not exist yet."""
     chosen = os.environ.get("KVIST_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / "kvist"
+    try:
+        if chosen:
+            return Path(chosen).expanduser()
+        return (Path(base).expanduser() if base else Path.home() / ".cache") / "kvist"
+    except RuntimeError as error:
+        name = "KVIST_CACHE" if chosen else "XDG_CACHE_HOME" if base else "HOME"
+        raise InputError(
+            f"{name}: {chosen or base or ''!r}: no such home directory; set KVIST_CACHE to a directory"
+        ) from error
 
 
 def locate(name: str) -> Path:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 DIGEST_BYTES = 16
 
+# Of keys: each has the salt that a request names, of which there is no end.
+_MOST_ROOTS = 1024
+
 
 class Digests:
     """Makes the names, and leaves them with nodes and sequences, so that each block is read once."""
@@ -31,6 +34,8 @@ class Digests:
         digest = self._roots.get(key)
         if digest is None:
             text = dumps([*astuple(key), self.unit_tokens])
+            if len(self._roots) >= _MOST_ROOTS:
+                self._roots.clear()
             digest = self._roots[key] = blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
         return digest
 

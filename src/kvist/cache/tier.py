@@ -25,7 +25,7 @@ class Tier:
             prefix as soon as the device has computed it.
 
     Raises:
-        InputError: a size or rate is not positive, or ``write`` is neither.
+        InputError: a size or rate is no positive number, the size no whole one, or ``write`` is neither.
     """
 
     name: str
@@ -35,8 +35,13 @@ class Tier:
 
     def __post_init__(self) -> None:
         for key in ("capacity_bytes", "bandwidth"):
-            if not getattr(self, key) > 0:
-                raise InputError(f"tier {self.name}: {key} is {getattr(self, key)}; above 0", key="tier")
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise InputError(f"tier {self.name}: {key} is {value!r}; above 0", key="tier")
+        if not isinstance(self.capacity_bytes, int):
+            raise InputError(
+                f"tier {self.name}: capacity_bytes is {self.capacity_bytes!r}; a whole number of bytes", key="tier"
+            )
         if self.write not in _WRITES:
             raise InputError(f"tier {self.name}: write is {self.write!r}; {' or '.join(_WRITES)}", key="tier")
 

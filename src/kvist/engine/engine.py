@@ -435,8 +435,8 @@ class Engine:
                     generation = self._generations[chunk.request.id]
                     generation.started = generation.started or now
             self.runner.copy(batch.copies)
-            if self.runner.tiers and self.runner.tiers.torn:
-                raise self.runner.tiers.torn
+            if self.runner.tiers and self.runner.tiers.lost:
+                raise EngineFailure(f"what a tier held was lost, ask again: {self.runner.tiers.torn!r}")
             if not batch.chunks:
                 return batch
             logits = self.runner.run(batch)
@@ -467,8 +467,8 @@ class Engine:
         """Where something could not be moved, the tiers do not hold what they should: they begin anew."""
         if self.cache.tiers and self.runner.tiers and self.runner.tiers.torn:
             _log.error("tiers are emptied: %s", self.runner.tiers.torn)
-            self.runner.tiers.torn = None
             self.cache.tiers.clear()
+            self.runner.tiers.renew()
 
     def _take(self, generation: Generation, sampled: Sampled) -> None:
         self.scheduler.append(generation.request, sampled.token_id)

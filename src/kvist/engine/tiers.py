@@ -12,7 +12,7 @@ import contextlib
 import errno
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,26 +29,30 @@ from kvist.model_files import cache_dir
 from kvist.units import format_size
 
 KINDS = ("host", "disk")
+# The system's own offsets have 63 bits.
+_LARGEST = 2**63 - 1
 
 
-def tiers_of(given: Seq[Tier | str] | Tier | str) -> tuple[Tier, ...]:
+def tiers_of(given: object) -> tuple[Tier, ...]:
     """The tiers that are asked for, the nearest first: ``host=4GiB``, ``disk=20GiB``.
 
     Raises:
         InputError: one is written otherwise, says a rate, or is neither host nor disk.
     """
-    asked = [given] if isinstance(given, Tier | str) else given
-    tiers = tuple(Tier.parse_real(each) if isinstance(each, str) else each for each in asked)
-    for tier in tiers:
+    asked = given if isinstance(given, Iterable) and not isinstance(given, str | bytes) else (given,)
+    tiers: list[Tier] = []
+    for each in asked:
+        tier = Tier.parse_real(each) if isinstance(each, str) else each
         if not isinstance(tier, Tier):
             raise InputError(f"tier: {tier!r}; write host=4GiB or disk=20GiB", key="tier")
+        tiers.append(tier)
         if tier.name not in KINDS:
             raise InputError(
                 f"tier: {tier.name!r} is no memory of this machine; {' or '.join(KINDS)}, such as host=4GiB", key="tier"
             )
     if len({tier.name for tier in tiers}) < len(tiers):
         raise InputError(f"tier: {', '.join(tier.name for tier in tiers)}; each name once", key="tier")
-    return tiers
+    return tuple(tiers)
 
 
 def check_capacities(tiers: Seq[Tier], groups: Seq[Group]) -> None:
@@ -82,6 +86,10 @@ class Store(Protocol):
         """Copy uint8 ``[count]``, contiguous, to where bytes begin at ``offset``."""
         ...
 
+    def restore(self) -> None:
+        """Have all the memory again, whatever lies in it, where something took a part of it."""
+        ...
+
     def close(self) -> None:
         """Give the memory back."""
         ...
@@ -106,6 +114,9 @@ class Host:
         """Copy to here."""
         self.bytes[offset : offset + data.numel()].copy_(data)
 
+    def restore(self) -> None:
+        """Nothing can take it."""
+
     def close(self) -> None:
         """Give the memory back."""
         self.bytes = torch.empty(0, dtype=torch.uint8)
@@ -125,9 +136,12 @@ class Disk:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self.file, name = tempfile.mkstemp(prefix="tier-", dir=directory)
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            name = str(directory) if str(directory).isprintable() else repr(str(directory))
             raise InputError(
-                f"tier_directory: {directory}: {error.strerror}; name one that can be written to", key="tier_directory"
+                f"tier_directory: {name}: {why}; name one that can be written to",
+                key="tier_directory",
             ) from error
         try:
             try:
@@ -145,6 +159,7 @@ class Disk:
 
     def read(self, offset: int, into: Tensor) -> None:
         """Copy from here."""
+        self._require_whole()
         view = into.numpy().data
         while view:
             count = os.preadv(self.file, [view], offset)
@@ -154,10 +169,25 @@ class Disk:
 
     def write(self, offset: int, data: Tensor) -> None:
         """Copy to here."""
+        self._require_whole()
         view = data.numpy().data
         while view:
             count = os.pwrite(self.file, view, offset)
+            if not count:
+                raise OSError(f"nothing more can be written at {offset}")
             view, offset = view[count:], offset + count
+
+    def _require_whole(self) -> None:
+        # What is written behind the end makes the file longer again, with zeros where other blocks have been.
+        size = os.fstat(self.file).st_size
+        if size < self.size:
+            raise OSError(f"the file was cut to {size} of {self.size} bytes")
+
+    def restore(self) -> None:
+        """Allocate again what was cut off."""
+        with contextlib.suppress(OSError):
+            if os.fstat(self.file).st_size < self.size:
+                _allocate(self.file, self.size)
 
     def close(self) -> None:
         """Give the space back."""
@@ -172,6 +202,8 @@ class Disk:
 
 def _allocate(file: int, size: int) -> None:
     """Take the space of a file now, so that no later write finds the disk full."""
+    if size > _LARGEST:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, size)
         return
@@ -179,6 +211,19 @@ def _allocate(file: int, size: int) -> None:
     if system.f_bavail * system.f_frsize < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.truncate(file, size)
+
+
+def _folder(directory: str | Path | None) -> Path:
+    if directory is None:
+        return cache_dir() / "tiers"
+    try:
+        if not os.fspath(directory):
+            raise ValueError("an empty name")
+        return Path(directory).expanduser()
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InputError(
+            f"tier_directory: {directory!r}: {error}; name one that can be written to", key="tier_directory"
+        ) from error
 
 
 class TierBytes:
@@ -193,7 +238,7 @@ class TierBytes:
         stores: of each tier.
         read: bytes that each has given so far.
         written: bytes that each was given.
-        torn: why a move could not be done; what the tiers hold is not to be relied on then.
+        torn: why a move could not be done; what the tiers hold is not to be relied on then, until :meth:`renew`.
 
     Raises:
         InputError, DoesNotFit: the machine or the directory does not have as much.
@@ -201,6 +246,8 @@ class TierBytes:
 
     def __init__(self, tiers: Seq[Tier], arena_bytes: int, directory: str | Path | None = None) -> None:
         self.torn: OSError | None = None
+        # Where bytes are not, or may not be, what they should.
+        self._doubtful: set[int] = set()
         self.stores: list[Store] = []
         self.read = [0] * len(tiers)
         self.written = [0] * len(tiers)
@@ -211,7 +258,7 @@ class TierBytes:
                 f"tier: host={format_size(host)} beside a cache of {format_size(arena_bytes)}; this machine has "
                 f"{format_size(machine)} in all"
             )
-        place = cache_dir() / "tiers" if directory is None else Path(directory).expanduser()
+        place = _folder(directory)
         for tier in tiers:
             size = tier.capacity_bytes
             self.stores.append(Disk(size, place) if tier.name == "disk" else Host(size))
@@ -221,8 +268,20 @@ class TierBytes:
         """Of all tiers."""
         return sum(store.size for store in self.stores)
 
+    @property
+    def lost(self) -> bool:
+        """Whether the arena did not get what it was to get; what only a tier did not get is computed again some day."""
+        return DEVICE in self._doubtful
+
+    def renew(self) -> None:
+        """Nothing that the tiers hold is relied on any more: what was :attr:`torn` is forgotten."""
+        self.torn = None
+        self._doubtful.clear()
+        for store in self.stores:
+            store.restore()
+
     def move(self, transfer: Transfer, arena: Tensor) -> None:
-        """Copy bytes between tiers and the arena, uint8 ``[bytes]``; :attr:`torn` tells if that failed."""
+        """Copy bytes between tiers and the arena, uint8 ``[bytes]``; :attr:`torn`, :attr:`lost` tell if that failed."""
         source, target = transfer.source.level, transfer.target.level
         try:
             for start, end, size in transfer.runs():
@@ -238,6 +297,9 @@ class TierBytes:
                     self.written[target] += size
         except OSError as error:
             self.torn = self.torn or error
+            self._doubtful.add(target)
+        if source in self._doubtful:
+            self._doubtful.add(target)
 
     def _memory(self, level: int, arena: Tensor) -> Tensor | None:
         if level == DEVICE:

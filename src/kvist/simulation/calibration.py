@@ -144,8 +144,8 @@ def read_points(path: str | Path) -> tuple[Point, ...]:
         BadFile: it is not there, or a row says no step; names the line and what would be right.
     """
     source = str(path)
-    file = Path(source).expanduser()
     try:
+        file = Path(source).expanduser()
         if not file.is_file():
             if file.exists():
                 raise not_regular(source, file.stat().st_mode, key="calibrate")
@@ -153,6 +153,8 @@ def read_points(path: str | Path) -> tuple[Point, ...]:
         if file.stat().st_size > _MOST_BYTES:
             raise _bad(source, f"more than {_MOST_BYTES >> 20} MiB; {_MOST_POINTS:,} points do")
         text = file.read_text(encoding="utf-8-sig")
+    except RuntimeError as error:
+        raise BadFile(f"calibrate: {source}: no such home directory", key="calibrate") from error
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "not UTF-8 text"
         raise BadFile(f"calibrate: {source}: {why}", key="calibrate") from error

@@ -44,7 +44,7 @@ def write_trace(trace: Trace, path: str | Path, *, format: str = "kvist") -> Non
                 stream.write(part.encode())
     except BrokenPipeError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         why = getattr(error, "strerror", None) or error
         raise InputError(f"out: {path}: cannot be written: {why}", key="out") from error
 
