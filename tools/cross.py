@@ -136,7 +136,8 @@ def check_clang(environment: dict[str, str]) -> int:
     known = output_of([other, "-print-libgcc-file-name"]).strip()
     left_out = shutil.ignore_patterns("*.so", "*.egg-info", "__pycache__")
     library = BUILT / "lib"
-    shutil.copytree(ROOT / "src", library, ignore=left_out, dirs_exist_ok=True)
+    shutil.rmtree(library, ignore_errors=True)
+    shutil.copytree(ROOT / "src", library, ignore=left_out)
     compiler = " ".join(clang(HERE))
     output_of(
         [sys.executable, "setup.py", "build_ext", "--build-lib", str(library), "--build-temp", str(BUILT / "objects")],
