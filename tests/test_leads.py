@@ -294,6 +294,28 @@ def test_many_share_it_beside_others(llama, parts):
     assert engine.cache.arena.free_slabs == engine.cache.layout.num_slabs
 
 
+def test_one_copy_under_two_names(llama, parts):
+    """Also beside one that was unloaded, on which a request lives still."""
+    engine = engine_of(llama, cartridges=parts, cartridge_format=INT8_INT4)
+    held = engine.cache.pins.bytes
+    behind = asked(engine, PROMPTS, "a")
+    engine.load_cartridge("again", parts["a"])
+    running = [*started(engine, PROMPTS, "a"), *started(engine, PROMPTS, ["again", "b"])]
+    engine.step()
+    for name in ("a", "again"):
+        engine.unload_cartridge(name)
+    engine.load_cartridge("a", parts["a"])
+    together = engine.cache.held_bytes(engine.shelf.loaded["b"].pin)
+    assert engine.cache.pins.bytes == held + together
+    assert finished(engine, running)[:3] == behind == asked(engine, PROMPTS, "a")
+    assert engine.cache.pins.bytes == held
+    for name in parts:
+        engine.unload_cartridge(name)
+    engine.cache.clear()
+    assert engine.cache.pins.bytes == 0
+    assert engine.cache.arena.free_slabs == engine.cache.layout.num_slabs
+
+
 def test_little_memory(llama, parts):
     """Requests behind a lead are preempted and computed again like others, and those promised room keep it."""
     prompts = [f"{number}: {PROMPTS[1]}" for number in range(12)]
@@ -365,6 +387,9 @@ def test_what_is_refused(llama, parts, tmp_path):
         lead_groups(ModelSpec.read("deepseek-v3"), INT8_INT4, 16)
     with pytest.raises(InputError, match=r"cartridge_format: .*rotated says more than"):
         engine_of(llama, cartridge_format=replace(INT8_INT4, rotate=True))
+    with pytest.raises(InputError, match=r"^cartridge_format: 'int8' is not a CacheFormat") as raised:
+        engine_of(llama, cartridge_format="int8")
+    assert raised.value.key == "cartridge_format"
     reading_model(tmp_path, LLAMA)
     with pytest.raises(InputError, match=r"cartridge_format: codec int8 stores groups"):
         engine_of(tmp_path, cartridge_format=INT8_INT4)

@@ -132,6 +132,8 @@ class Shelf:
         self._cache = cache
         self._digest: str | None = None
         self.loaded: dict[str, Loaded] = {}
+        # Those that were unloaded too, while requests live on them.
+        self._pinned: list[Loaded] = []
         # By who lies in them: a name may come to mean another cartridge while requests live on the first.
         self._joined: dict[tuple[int, ...], Joined] = {}
         # By digest, placeholders of its own for where a cartridge follows another: none is used for two.
@@ -175,14 +177,20 @@ class Shelf:
                     f"which the type of computation does not have; train it again"
                 )
         self.store_joined()
-        pin = self._cache.pin(cartridge.tokens, replace(key, cartridge=cartridge.digest))
+        behind = replace(key, cartridge=cartridge.digest)
+        # The tree finds what it holds already; what stands before sequences is no part of it.
+        twins = (held.pin for held in self._pinned if held.digest == cartridge.digest and isinstance(held.pin, Lead))
+        twin = next(twins, None)
+        pin = self._cache.pin(cartridge.tokens if twin is None else 0, behind, behind=twin)
         try:
-            self._store(cartridge, pin, 0)
+            if twin is None:
+                self._store(cartridge, pin, 0)
         except BaseException:
             self._cache.unpin(pin)
             raise
         self._cache.filled(pin)
         self.loaded[name] = found = Loaded(name=name, cartridge=cartridge, pin=pin)
+        self._pinned.append(found)
         return found
 
     def beginning(self, held: Loaded | Joined, key: PrefixKey) -> Beginning:
@@ -345,6 +353,7 @@ class Shelf:
 
     def _end(self, loaded: Loaded) -> None:
         if loaded.leaving and not loaded.users:
+            self._pinned = [held for held in self._pinned if held is not loaded]
             self._cache.unpin(loaded.pin)
 
     def joined(self) -> list[dict[str, Any]]:

@@ -116,7 +116,7 @@ class Engine:
         self.format = (format or CacheFormat(key=self.dtype, value=self.dtype)).computed_in(self.dtype)
         self.groups = groups_of(spec.computed_in(self.dtype), self.format, block_tokens)
         if cartridge_format is not None:
-            self.groups += lead_groups(spec, require_format(cartridge_format), block_tokens)
+            self.groups += lead_groups(spec, require_format(cartridge_format, key="cartridge_format"), block_tokens)
         for group in self.groups:
             check_format(group)
         self.spec = spec

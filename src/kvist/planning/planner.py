@@ -136,7 +136,7 @@ def plan(
         from kvist.planning.cartridge import behind, refuse_beside
 
         refuse_beside(cartridge, lengths=lengths, engine=engine)
-        stored = None if cartridge_format is None else require_format(cartridge_format)
+        stored = None if cartridge_format is None else require_format(cartridge_format, key="cartridge_format")
         cutting = behind(spec, cutting, cartridge, stored, most=_most(spec))
     demand = _demand(spec, cutting, context, lengths, shared_prefix)
     result = replace(result, notes=(*result.notes, *_demand_notes(spec, demand)))

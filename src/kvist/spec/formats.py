@@ -303,8 +303,8 @@ class CacheFormat:
         return parts if self.state is None else [*parts, f"states {self.state}"]
 
 
-def require_format(fmt: object) -> CacheFormat:
-    """Return ``fmt``.
+def require_format(fmt: object, *, key: str = "format") -> CacheFormat:
+    """Return ``fmt``, the value of ``key``.
 
     Raises:
         InputError: it is something else than a :class:`CacheFormat`, such as the name of a codec.
@@ -313,6 +313,5 @@ def require_format(fmt: object) -> CacheFormat:
         return fmt
     example = fmt if isinstance(fmt, str) and fmt in CODECS else "bf16"
     raise InputError(
-        f"format: {fmt!r} is not a CacheFormat; write kvist.CacheFormat(key={example!r}, value={example!r})",
-        key="format",
+        f"{key}: {fmt!r} is not a CacheFormat; write kvist.CacheFormat(key={example!r}, value={example!r})", key=key
     )
