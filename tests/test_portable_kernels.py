@@ -328,19 +328,20 @@ def test_every_number_of_float16_comes_back(kernels, generator):
 def test_what_is_no_number_leaves_none(kernels, codec, where, generator):
     """The engine says so of logits that are none, and would not of others that were made up."""
     # With bits besides those that say so, too.
-    for softcap, none in ((None, torch.nan), (5.0, torch.nan), (None, torch.tensor([2**31 - 1]).int().view(F32))):
+    bits = torch.tensor([2**31 - 1]).int().view(F32)
+    for softcap, none, place in ((None, torch.nan, 32), (5.0, torch.nan, 3), (None, bits, 63)):
         cache = Cache([(20, 3), (3, 1)], key=codec, value=codec, shape=(2, 2, 64), generator=generator)
         q, kv = projected(cache, F32, generator)
         row = next(row for row, span in zip((0, 1), cache.spans, strict=True) if span.count == 3)
         row += 1
         if where == "query":
-            q[row, :, 1, 3] = none
+            q[row, :, 1, place] = none
         else:
-            kv[row, 1 if where == "key" else 3, 3] = none
+            kv[row, 1 if where == "key" else 3, place] = none
         memory = PortableAttention(kernels, cache.store, Scores(scale=0.125, softcap=softcap), 2)
         out = memory.plan(cache.spans).attend(0, q, kv).view(-1, 2, 2, 64)
-        assert out[row, :, 1, 3].isnan().all()
-        assert where == "query" or out[row + 1, :, 1, 3].isnan().all()
+        assert out[row, :, 1, place].isnan().all()
+        assert where == "query" or out[row + 1, :, 1, place].isnan().all()
         assert out[:, :, 0].isfinite().all()
         alone = row + 2 if row == 1 else 0
         assert out[alone].isfinite().all()
