@@ -2,7 +2,9 @@
 
 import copy
 import doctest
+import io
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -174,6 +176,39 @@ def test_a_conversation_goes_on_in_the_same_cache_and_in_copies_of_it() -> None:
     assert torch.equal(generate("gemma3", ids, held), first[:, PROMPT:])
 
 
+@pytest.mark.parametrize("fmt", ["f16", "int8", "int4c"])
+@pytest.mark.parametrize("load", [pickle.loads, lambda data: torch.load(io.BytesIO(data), weights_only=False)])
+def test_a_cache_can_be_put_away_and_taken_up_again(fmt: str, load: Callable[[bytes], KvistCache]) -> None:
+    ids, held = prompts(2, seed=17), KvistCache(model_of("gemma3").config, format=FORMATS[fmt])
+    first = torch.cat((ids, generate("gemma3", ids, held)), dim=1)
+    file = io.BytesIO()
+    pickle.dump(held, file) if load is pickle.loads else torch.save(held, file)
+    twin = load(file.getvalue())
+    turn = torch.cat((first, prompts(2, seed=18)), dim=1)
+    assert torch.equal(generate("gemma3", turn, twin), generate("gemma3", turn, held))
+    assert (twin.planned_bytes, twin.nbytes) == (held.planned_bytes, held.nbytes)
+    check_bytes(twin)
+
+
+def test_a_type_that_changes_within_the_first_step_loses_nothing() -> None:
+    """What layers have stored is kept, in the type of the first."""
+    held = KvistCache(model_of("llama").config, format=CacheFormat(key="int8", value="int8", tail=32))
+    given = torch.randn(2, 1, 2, 5, 32, generator=torch.Generator().manual_seed(19))
+    for layer, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16, torch.float32)):
+        assert held.update(*given.to(dtype), layer)[0].dtype == dtype
+    assert torch.equal(held.layers[0].keys, given[0])
+    assert held.get_seq_length() == 5
+    check_bytes(held)
+
+
+def test_under_autocast_keys_may_be_wider_than_values() -> None:
+    ids = prompts(1, seed=20)
+    own, held = both("qwen3")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(generate("qwen3", ids, held), generate("qwen3", ids, own))
+    check_bytes(held)
+
+
 def test_past_key_values_is_another_name() -> None:
     held = KvistCache(model_of("llama").config, format=F32)
     with pytest.warns(FutureWarning, match="past_key_values"):
@@ -325,6 +360,28 @@ CARELESS: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     "half a crop": (lambda: filled().crop(1.5), ("crop", "1.5", "whole number")),
     "a window that is gone": (lambda: filled("mistral").crop(-30), ("crop", "30", "activate_past_recording()")),
     "a layer alone": (lambda: filled().layers[0].crop(-1), ("layers", "KvistCache")),
+    "no rows at all": (
+        lambda: KvistCache(model_of("llama").config).update(*torch.zeros(2, 0, 2, 3, 32), 0), ("keys", "[0, 2, 3, 32]"),
+    ),
+    "no tensors": (lambda: KvistCache(model_of("llama").config).update([1], None, 0), ("keys", "list", "no tensor")),
+    "no layer": (lambda: filled().update(*torch.zeros(2, 2, 2, 3, 32), [0]), ("layer_idx", "[0]")),
+    "another batch in the first step": (
+        lambda: [
+            LENT.reset(),
+            *(LENT.update(*torch.zeros(2, rows, 2, 3, 32), layer) for layer, rows in enumerate((2, 3))),
+        ],
+        ("batch", "3 rows", "2 sequences", "reset()"),
+    ),
+    "values of another type": (
+        lambda: filled().update(torch.zeros(2, 2, 3, 32), torch.zeros(2, 2, 3, 32, dtype=torch.long), 0),
+        ("values", "torch.int64", "torch.float32"),
+    ),
+    "values elsewhere": (
+        lambda: filled().update(torch.zeros(2, 2, 3, 32), torch.zeros(2, 2, 3, 32, device="meta"), 0),
+        ("values", "meta", "cpu"),
+    ),
+    "no repeats": (lambda: filled().batch_repeat_interleave(-1), ("repeats", "-1", "whole number")),
+    "half a repeat": (lambda: filled().batch_repeat_interleave(1.5), ("repeats", "1.5", "whole number")),
     "doubles": (
         lambda: KvistCache(model_of("llama").config).update(*torch.zeros(2, 1, 2, 3, 32, dtype=torch.double), 0),
         ("dtype", "torch.float64", "torch.bfloat16"),

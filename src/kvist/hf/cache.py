@@ -140,9 +140,9 @@ class KvistCache(Cache):
             InputError: the model that calls is another one than the configuration's, or the batch has another size.
             DoesNotFit: ``memory`` is too little.
         """
-        if layer_idx not in self.memory.places:
+        if type(layer_idx) is not int or layer_idx not in self.memory.places:
             raise InputError(
-                f"layer_idx: {layer_idx}; the cache was made for {self.spec.name}, which keeps keys and values in "
+                f"layer_idx: {layer_idx!r}; the cache was made for {self.spec.name}, which keeps keys and values in "
                 f"{len(self.memory.places)} of {counted(len(self.spec.layers), 'layer')}: give it the configuration of "
                 f"the model that runs",
                 key="layer_idx",
@@ -173,6 +173,8 @@ class KvistCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Have every row ``repeats`` times, beside itself; they share their blocks until they part."""
+        if type(repeats) is not int or repeats < 0:
+            raise InputError(f"repeats: {repeats!r}; a whole number, how often every row is there", key="repeats")
         self.batch_select_indices(torch.arange(self.rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -229,8 +231,10 @@ class KvistCache(Cache):
         want = self.spec.layers[layer]
         assert isinstance(want, Attention)
         for side, tensor, width in (("keys", keys, want.key_dim), ("values", values, want.value_dim)):
+            if not isinstance(tensor, Tensor):
+                raise InputError(f"{side}: {type(tensor).__name__} is no tensor", key=side)
             shape = tuple(tensor.shape)
-            if len(shape) != 4 or shape[1::2] != (want.kv_heads, width):
+            if len(shape) != 4 or shape[1::2] != (want.kv_heads, width) or not shape[0]:
                 raise InputError(
                     f"{side}: layer {layer} stores {list(shape)}; {self.spec.name}, for which the cache was made, has "
                     f"[rows, {want.kv_heads}, tokens, {width}]: give it the configuration of the model that runs",
@@ -240,9 +244,11 @@ class KvistCache(Cache):
             raise InputError(
                 f"values: layer {layer} stores {list(values.shape)} beside keys {list(keys.shape)}", key="values"
             )
-        if self.rows and len(keys) != self.rows:
+        # The first step has rows before they hold a token.
+        rows = self.rows or (self.memory.blocks.rows if self.memory.stepping else 0)
+        if rows and len(keys) != rows:
             raise InputError(
-                f"batch: {len(keys)} rows come, and the cache holds {counted(self.rows, 'sequence')}: go on with as "
+                f"batch: {len(keys)} rows come, and the cache holds {counted(rows, 'sequence')}: go on with as "
                 f"many, or reset() it",
                 key="batch",
             )
@@ -251,7 +257,14 @@ class KvistCache(Cache):
             raise InputError(
                 f"dtype: keys are {keys.dtype}; run the model in one of {', '.join(map(str, _CODECS))}", key="dtype"
             )
-        if codec != self.compute_codec and not self.memory.blocks.length:
+        # Under autocast keys that were normalised are wider than values.
+        if _codec_of(values.dtype) is None or values.device != keys.device:
+            raise InputError(
+                f"values: layer {layer} stores {values.dtype} on {values.device} beside keys that are {keys.dtype} on "
+                f"{keys.device}; one of {', '.join(map(str, _CODECS))}, beside the keys",
+                key="values",
+            )
+        if codec != self.compute_codec and not self.memory.blocks.length and not self.memory.stepping:
             # Kept layers and tails are in the type that is computed in, which is known only now.
             self.compute_codec = codec
             self.memory = self._made_again()

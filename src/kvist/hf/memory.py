@@ -89,6 +89,11 @@ class BatchMemory:
         done = self._step is not None and layer in self._step.done
         return self.blocks.length + (self.blocks.in_flight if done else 0)
 
+    @property
+    def stepping(self) -> bool:
+        """Whether layers have stored a step that others have not."""
+        return self._step is not None
+
     def require_idle(self, key: str) -> None:
         """Raise :class:`InputError` in the middle of a step, where layers have stored tokens and others have not."""
         if self._step is not None:
@@ -156,6 +161,10 @@ class BatchMemory:
         self._step = None
         self.blocks.reset()
         self._arenas = [_Arena(group) for group in self.groups]
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.require_idle("pickle")
+        return self.__dict__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BatchMemory":
         self.require_idle("deepcopy")
@@ -335,6 +344,19 @@ class _Arena:
             assert twin.tensor is not None
             twin.tensor.copy_(self.tensor)
         return twin
+
+    def __getstate__(self) -> tuple[Group, np.ndarray[Any, np.dtype[np.uint8]] | None, str]:
+        # Views of the bytes, and functions, are made again.
+        bytes_, device = (None, "cpu") if self.tensor is None else (self.tensor.cpu().numpy(), str(self.tensor.device))
+        return self.group, bytes_, device
+
+    def __setstate__(self, state: tuple[Group, np.ndarray[Any, np.dtype[np.uint8]] | None, str]) -> None:
+        group, bytes_, device = state
+        self.__init__(group)  # type: ignore[misc]
+        if bytes_ is not None:
+            self.fit(layout_of(group, bytes_.size // group.block_bytes), torch.device(device))
+            assert self.tensor is not None
+            self.tensor.copy_(torch.from_numpy(bytes_.copy()))
 
     def copy(self, each: BlockCopy) -> None:
         """Copy a whole block."""
