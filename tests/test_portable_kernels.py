@@ -195,11 +195,12 @@ def test_every_pair_of_codecs(key, value, generator):
                 check(kernels, cache, dtype=(F32, BF16)[number % 2], softcap=softcap, generator=generator)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize(("dtype", "size"), [(F32, 16), (BF16, 16), (F16, 16), (F32, 32)])
 @pytest.mark.parametrize("codec", CODECS)
-def test_stored_bytes_are_the_codecs(kernels, codec, dtype, generator):
+def test_stored_bytes_are_the_codecs(kernels, codec, dtype, size, generator):
     """Of ordinary vectors, zeros, one element alone, equal ones, ties, tiny, large and huge ones."""
-    cache = Cache([(13, 9), (0, 40)], key=codec, value=codec, shape=(1, 2, 64), generator=generator)
+    shape = (1, 2, 64)
+    cache = Cache([(13, 9), (0, 40)], key=codec, value=codec, shape=shape, block_tokens=size, generator=generator)
     q, kv = projected(cache, dtype, generator)
     kv[1:6] = 0
     kv[2, :, 40] = -3.7
@@ -215,11 +216,11 @@ def test_stored_bytes_are_the_codecs(kernels, codec, dtype, generator):
     row = 0
     for span in cache.spans:
         for position in range(span.start, span.start + span.count):
-            block, place = int(span.table[position // 16]), position % 16
+            block, place = int(span.table[position // size]), position % size
             for side, coding in enumerate(cache.codings):
                 rows = coding.quantise(kv[row, side * 2 : side * 2 + 2])
                 for piece, new in zip(coding.pieces, rows, strict=True):
-                    piece.rows(cache.runs(0, block, side), 16)[:, place] = new
+                    piece.rows(cache.runs(0, block, side), size)[:, place] = new
             row += 1
     assert torch.equal(found, cache.arena)
 
@@ -284,6 +285,13 @@ def test_answers_do_not_depend_on_the_threads(kernels, dtype, window, generator)
     assert all(torch.equal(one, found[0]) for one in found)
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_blocks_of_several_vectors(kernels, codec, generator):
+    parts = [(37, 1), (70, 9), (0, 40)]
+    cache = Cache(parts, key=codec, value=codec, shape=(2, 2, 64), block_tokens=32, generator=generator)
+    check(kernels, cache, generator=generator)
+
+
 def test_many_queries_of_one_head(kernels, generator):
     cache = Cache([(20, 5), (0, 1), (130, 1)], key="int8", value="int4a", shape=(300, 1, 32), generator=generator)
     check(kernels, cache, generator=generator)
@@ -292,6 +300,13 @@ def test_many_queries_of_one_head(kernels, generator):
 def test_sinks_far_above_and_below_all_scores(kernels, generator):
     cache = Cache([(20, 5), (700, 1)], key="bf16", value="f16", shape=(2, 2, 64), generator=generator)
     check(kernels, cache, sinks=torch.tensor([[90.0, -90.0], [-300.0, 300.0]]), generator=generator)
+
+
+def test_a_sink_counts_once_where_keys_are_cut(kernels, generator):
+    """It weighs about as much as all keys together: 2,000 scores of variance 1 add up to e^8."""
+    parts, leaders = [(2000, 1), (2000, 3), (90, 2)], [(0, 0), (0, 60), (0, 5)]
+    cache = Cache(parts, key="f32", value="bf16", shape=(2, 2, 64), leaders=leaders, generator=generator)
+    check(kernels, cache, sinks=torch.tensor([[8.0, 7.0], [9.0, 6.0]]), generator=generator)
 
 
 @pytest.mark.parametrize("codec", ["f32", "bf16", "f16", "fp8"])
