@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvist.planning.weights import Weights
 
 # Left out of a row where a layer has none of it.
-_OPTIONAL = ("chunk", "indexer", "sealed", "tail")
+_OPTIONAL = ("chunk", "indexer", "lead", "sealed", "tail")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ def _fields(layer: Layer) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for entry in fields(layer):
         value = getattr(layer, entry.name)
-        if value is None and entry.name in _OPTIONAL:
+        if entry.name in _OPTIONAL and (value is None or value is False):
             continue
         if isinstance(value, Indexer):
             value = {"heads": value.heads, "dim": value.dim, "pool": value.pool}
