@@ -169,7 +169,8 @@ def test_a_tier_is_read_from_the_command_lines_words() -> None:
         "host": "tier: 'host'; write NAME=SIZE@RATE, such as host=64GiB@25GB/s",
         "host=64GiB@25GB": "write NAME=SIZE@RATE",
         "host=much@25GB/s": "tier: 'much' is not a size",
-        "host=0@25GB/s": "tier host: capacity_bytes is 0; above 0",
+        "host=0@25GB/s": "tier: 'host=0@25GB/s' holds nothing; give it a size above 0",
+        "host=1GiB@0/s": "tier: 'host=1GiB@0/s' moves nothing; give it a rate above 0",
         "host=1GiB@1GB/s,never": "tier host: write is 'never'; write-back or write-through",
     }.items():
         with pytest.raises(InputError, match=message):

@@ -55,7 +55,7 @@ class Tier:
         match = _WRITTEN.fullmatch(text.strip())
         if match is None or match[3] is None:
             raise InputError(f"tier: {text!r}; write NAME=SIZE@RATE, such as host=64GiB@25GB/s", key="tier")
-        return cls._of(*match.groups())
+        return cls._of(match)
 
     @classmethod
     def parse_real(cls, text: str) -> "Tier":
@@ -73,16 +73,18 @@ class Tier:
                 f"@{match[3]}/s out",
                 key="tier",
             )
-        return cls._of(*match.groups())
+        return cls._of(match)
 
     @classmethod
-    def _of(cls, name: str, size: str, rate: str | None, write: str | None) -> "Tier":
-        return cls(
-            name=name,
-            capacity_bytes=parse_size(size, key="tier"),
-            bandwidth=math.inf if rate is None else parse_size(rate, key="tier"),
-            write=cast(Write, write or "write-back"),
-        )
+    def _of(cls, written: re.Match[str]) -> "Tier":
+        name, size, rate, write = written.groups()
+        capacity = parse_size(size, key="tier")
+        bandwidth = math.inf if rate is None else parse_size(rate, key="tier")
+        if not capacity:
+            raise InputError(f"tier: {written[0]!r} holds nothing; give it a size above 0", key="tier")
+        if not bandwidth:
+            raise InputError(f"tier: {written[0]!r} moves nothing; give it a rate above 0", key="tier")
+        return cls(name=name, capacity_bytes=capacity, bandwidth=bandwidth, write=cast(Write, write or "write-back"))
 
     def seconds(self, size: int) -> float:
         """How long ``size`` bytes take, one way."""
