@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from kvist.cache.groups import Group
-from kvist.cache.layout import ArenaLayout
-from kvist.cache.sequence import BlockCopy
-from kvist.errors import DoesNotFit, InputError
-from kvist.hf.blocks import Blocks, layout_of
+from kvist.errors import InputError
+from kvist.hf.blocks import Blocks
+from kvist.hf.group_memory import GroupMemory
 from kvist.kernels.hadamard import hadamard
 from kvist.store.codecs import PLAIN, Coding
-from kvist.store.layouts import PagedKV, Scratch
-from kvist.units import counted, format_size
+from kvist.units import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +75,7 @@ class BatchMemory:
         self.places = _places(self.groups)
         self._step: _Step | None = None
         self._device = torch.device("cpu")
-        self._arenas = [_Arena(group) for group in self.groups]
+        self._memories = [GroupMemory(group) for group in self.groups]
 
     @property
     def arena_bytes(self) -> int:
@@ -160,7 +158,7 @@ class BatchMemory:
         """Forget all sequences and give the memory back."""
         self._step = None
         self.blocks.reset()
-        self._arenas = [_Arena(group) for group in self.groups]
+        self._memories = [GroupMemory(group) for group in self.groups]
 
     def __getstate__(self) -> dict[str, Any]:
         self.require_idle("pickle")
@@ -173,8 +171,8 @@ class BatchMemory:
         twin.blocks = copy.copy(self.blocks)
         twin.blocks.arenas = copy.deepcopy(self.blocks.arenas, memo)
         twin.blocks.tables = copy.deepcopy(self.blocks.tables, memo)
-        twin._arenas = [
-            arena.copied(blocks.layout) for arena, blocks in zip(self._arenas, self.blocks.arenas, strict=True)
+        twin._memories = [
+            memory.copied(blocks.layout) for memory, blocks in zip(self._memories, self.blocks.arenas, strict=True)
         ]
         return twin
 
@@ -184,12 +182,12 @@ class BatchMemory:
         copies = self.blocks.begin(rows, count)
         if not self.blocks.length:
             if device != self._device:
-                self._arenas = [_Arena(group) for group in self.groups]
+                self._memories = [GroupMemory(group) for group in self.groups]
             self._device = device
-        for arena, blocks in zip(self._arenas, self.blocks.arenas, strict=True):
-            arena.fit(blocks.layout, self._device)
+        for memory, blocks in zip(self._memories, self.blocks.arenas, strict=True):
+            memory.fit(blocks.layout, self._device)
         for each in copies:
-            self._arenas[each.group].copy(each)
+            self._memories[each.group].copy(each)
         self._step = _Step(count=count)
 
     def _plain(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,7 +233,7 @@ class BatchMemory:
         end = first + keys.shape[2]
         if start >= end:
             return
-        step, store = self._step, self._arenas[ordinal].store
+        step, store = self._step, self._memories[ordinal].store
         assert step is not None
         where = step.where.get((ordinal, start, end))
         if where is None:
@@ -250,7 +248,7 @@ class BatchMemory:
 
     def _read(self, ordinal: int, slot: int, start: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Tokens ``start`` to ``end``, in fresh memory, as they were before they were turned."""
-        step, store, group = self._step, self._arenas[ordinal].store, self.groups[ordinal]
+        step, store, group = self._step, self._memories[ordinal].store, self.groups[ordinal]
         assert step is not None
         if end <= start:
             empty = (self.blocks.rows, store.kv_heads, 0, store.dim)
@@ -271,7 +269,7 @@ class BatchMemory:
         return self._turned(group, keys, values)
 
     def _reading(self, ordinal: int, start: int, end: int) -> _Reading:
-        store, table = self._arenas[ordinal].store, self.blocks.tables[ordinal]
+        store, table = self._memories[ordinal].store, self.blocks.tables[ordinal]
         size = store.block_tokens
         # Of a step that begins anew, older tokens lie where they did.
         older = table.past is not None and start < self.blocks.length
@@ -288,7 +286,7 @@ class BatchMemory:
 
     def _rounded(self, ordinal: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """New keys and values as they will be read again."""
-        parts = self._arenas[ordinal].store.parts
+        parts = self._memories[ordinal].store.parts
         key, value = parts[0].coding, parts[-1].coding
         return _as_read(key, keys), _as_read(value, values)
 
@@ -299,79 +297,6 @@ class BatchMemory:
             keys @ turn if turn is not None and group.format.rotates_keys else keys,
             values @ turn if turn is not None and group.format.rotates_values else values,
         )
-
-
-class _Arena:
-    """The memory of one group, which grows, and the store that is laid over it."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self.array: np.ndarray[Any, np.dtype[np.uint8]] | None = None
-        self.tensor: Tensor | None = None
-        # What cannot be stored is refused before the first tokens come.
-        self._lay_nowhere()
-
-    def fit(self, layout: ArenaLayout, device: torch.device) -> None:
-        """Make it as large as ``layout``; views that were taken of it before may not be used again."""
-        size = layout.total_bytes
-        if size == (0 if self.tensor is None else self.tensor.numel()):
-            return
-        with torch.inference_mode(False):
-            if device.type != "cpu":
-                grown = torch.zeros(size, dtype=torch.uint8, device=device)
-                if self.tensor is not None:
-                    grown[: self.tensor.numel()] = self.tensor
-            else:
-                try:
-                    if self.array is None:
-                        self.array = np.zeros(size, np.uint8)
-                    else:
-                        # The system moves its pages, where it can, and copies nothing; nobody may look at them then.
-                        self.tensor = None
-                        self._lay_nowhere()
-                        self.array.resize(size, refcheck=False)
-                except MemoryError as error:
-                    raise DoesNotFit(f"memory: {format_size(size)} cannot be allocated") from error
-                grown = torch.from_numpy(self.array)
-            self.tensor = grown
-        self._lay(grown, layout)
-
-    def copied(self, layout: ArenaLayout) -> "_Arena":
-        """Another with the same content."""
-        twin = _Arena(self.group)
-        if self.tensor is not None:
-            twin.fit(layout, self.tensor.device)
-            assert twin.tensor is not None
-            twin.tensor.copy_(self.tensor)
-        return twin
-
-    def __getstate__(self) -> tuple[Group, np.ndarray[Any, np.dtype[np.uint8]] | None, str]:
-        # Views of the bytes, and functions, are made again.
-        bytes_, device = (None, "cpu") if self.tensor is None else (self.tensor.cpu().numpy(), str(self.tensor.device))
-        return self.group, bytes_, device
-
-    def __setstate__(self, state: tuple[Group, np.ndarray[Any, np.dtype[np.uint8]] | None, str]) -> None:
-        group, bytes_, device = state
-        self.__init__(group)  # type: ignore[misc]
-        if bytes_ is not None:
-            self.fit(layout_of(group, bytes_.size // group.block_bytes), torch.device(device))
-            assert self.tensor is not None
-            self.tensor.copy_(torch.from_numpy(bytes_.copy()))
-
-    def copy(self, each: BlockCopy) -> None:
-        """Copy a whole block."""
-        assert self.tensor is not None
-        size = self.group.block_bytes
-        source, target = each.source * size, each.target * size
-        self.tensor[target : target + size] = self.tensor[source : source + size]
-
-    def _lay_nowhere(self) -> None:
-        layout = layout_of(self.group, 1)
-        self._lay(torch.empty(layout.total_bytes, dtype=torch.uint8, device="meta"), layout)
-
-    def _lay(self, tensor: Tensor, layout: ArenaLayout) -> None:
-        with torch.inference_mode(False):
-            self.store = PagedKV(tensor, self.group, layout, 0, Scratch())
 
 
 def _places(groups: Sequence[Group]) -> dict[int, Place]:
