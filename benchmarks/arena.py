@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import process_time
 
-from kvist.cache.groups import groups_of
+from kvist.cache.grouping import groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.simulation.question import simulate
 from kvist.spec.formats import CacheFormat

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvist.cache.groups import groups_of
+from kvist.cache.grouping import groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
 from kvist.engine.runner import Runner

@@ -17,7 +17,7 @@ from math import floor
 
 import numpy as np
 
-from kvist.cache.groups import groups_of
+from kvist.cache.grouping import groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
 from kvist.cache.sequence import Sequence

@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 
 from kvist.batch import Chunk, Request
-from kvist.cache.groups import groups_of
+from kvist.cache.grouping import groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
 from kvist.engine.loading import best_dtype, with_weights

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from serving import machine
 
-from kvist.cache.groups import groups_of
+from kvist.cache.grouping import groups_of
 from kvist.engine.engine import Engine
 from kvist.engine.tiers import Disk
 from kvist.spec.formats import CacheFormat

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from kvist.batch import Request
-from kvist.cache.groups import Group, groups_of
+from kvist.cache.grouping import groups_of
+from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
 from kvist.engine.runner import Runner

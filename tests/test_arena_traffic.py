@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvist.cache.groups import groups_of
+from kvist.cache.grouping import groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
 from kvist.cache.sequence import Sequence

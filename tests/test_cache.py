@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from kvist.cache.arena import ArenaLayout
-from kvist.cache.groups import Group, groups_of
+from kvist.cache.grouping import groups_of
+from kvist.cache.groups import Group
 from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
 from kvist.cache.sequence import Sequence

@@ -5,7 +5,8 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import pytest
 
-from kvist.cache.groups import Group, groups_of
+from kvist.cache.grouping import groups_of
+from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
 from kvist.cache.sequence import BlockCopy, Reservation, Sequence

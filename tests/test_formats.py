@@ -15,7 +15,7 @@ from memory_layers import models
 
 import kvist
 from kvist.cache.digests import Digests
-from kvist.cache.groups import groups_of
+from kvist.cache.grouping import groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey

@@ -10,7 +10,7 @@ import torch
 
 import kvist
 from kvist.cache.arena import Ids
-from kvist.cache.groups import groups_of
+from kvist.cache.grouping import groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
 from kvist.planning.capacity import DEFAULT_CHUNK, allocated_bytes

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from memory_layers import LAYERS, models
 
 from kvist.cache.arena import Arena
-from kvist.cache.groups import Group, groups_of
+from kvist.cache.grouping import groups_of
+from kvist.cache.groups import Group
 from kvist.errors import DoesNotFit, InputError, UnsupportedModel
 from kvist.planning.capacity import allocated_bytes, capacity_of
 from kvist.spec.formats import CacheFormat

@@ -20,7 +20,7 @@ from tiny_tokenizers import byte_level, write_directory
 
 from kvist.batch import Batch, Chunk, Request
 from kvist.cache.arena import ArenaLayout
-from kvist.cache.groups import groups_of
+from kvist.cache.grouping import groups_of
 from kvist.cache.manager import CacheManager
 from kvist.engine.answer import Event
 from kvist.engine.engine import Engine

@@ -18,7 +18,7 @@ from served import Session, build, open_saved, prompts_of
 from served_latent import CASES
 
 import kvist
-from kvist.cache.groups import groups_of
+from kvist.cache.grouping import groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
 from kvist.errors import InputError, UnsupportedModel

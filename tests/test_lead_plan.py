@@ -8,7 +8,7 @@ from served_cartridges import OPTIONS, PROMPTS, asked, cartridge_of, engine_of
 from test_leads import INT8_INT4, llama  # noqa: F401 (a fixture)
 
 from kvist import CacheFormat, ModelSpec, plan
-from kvist.cache.groups import groups_of
+from kvist.cache.grouping import groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.lead_groups import lead_groups
 from kvist.cache.manager import CacheManager

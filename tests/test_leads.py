@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from served_cartridges import PROMPTS, asked, cartridge_of, engine_of, finished, started, watched
 from test_sealing import KINDS, here, kernels_of, tolerance
 
-from kvist.cache.groups import groups_of
+from kvist.cache.grouping import groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.lead_groups import lead_groups
 from kvist.errors import InputError, UnsupportedModel

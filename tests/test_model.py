@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvist.cache.arena import ArenaLayout
-from kvist.cache.groups import groups_of
+from kvist.cache.grouping import groups_of
 from kvist.cache.manager import CacheManager
 from kvist.engine.runner import Runner
 from kvist.errors import BadFile, InputError, UnsupportedModel

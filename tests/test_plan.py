@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import kvist
 from kvist.cache.arena import ArenaLayout
-from kvist.cache.groups import groups_of
+from kvist.cache.grouping import groups_of
 from kvist.errors import DoesNotFit, InputError
 from kvist.planning.capacity import allocated_bytes, capacity_of
 from kvist.planning.explain import explain

@@ -10,7 +10,7 @@ import torch
 from served import VOCAB, Case, Served, Session, build, oracle_logits
 from served_dense import CASES, LONGROPE
 
-from kvist.cache.groups import groups_of
+from kvist.cache.grouping import groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.engine.runner import Runner
 from kvist.errors import UnsupportedModel

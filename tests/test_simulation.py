@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny_tokenizers import byte_level, write_directory
 
 import kvist
-from kvist.cache.groups import groups_of
+from kvist.cache.grouping import groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.tier import Tier
 from kvist.cli import main

@@ -22,7 +22,8 @@ from test_served_hybrid import CASES as HYBRID
 from test_tiers import conserved
 
 from kvist.batch import Request
-from kvist.cache.groups import Group, groups_of
+from kvist.cache.grouping import groups_of
+from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
 from kvist.cache.places import DEVICE, Place, Room, Transfer

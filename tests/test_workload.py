@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import kvist
-from kvist.cache.groups import groups_of
+from kvist.cache.grouping import groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cli import main
 from kvist.errors import BadFile, DoesNotFit, InputError

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvist.batch import Chunk, Request
-from kvist.cache.groups import groups_of
+from kvist.cache.grouping import groups_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.manager import CacheManager
 from kvist.engine.runner import Runner

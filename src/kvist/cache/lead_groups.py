@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm
 
-from kvist.cache.groups import Group, name_of
+from kvist.cache.grouping import name_of
+from kvist.cache.groups import Group
 from kvist.errors import InputError, UnsupportedModel
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Attention
@@ -22,7 +23,7 @@ from kvist.spec.model import ModelSpec
 
 
 def lead_groups(spec: ModelSpec, fmt: CacheFormat, block_tokens: int) -> tuple[Group, ...]:
-    """The groups of leads, which go behind those of :func:`kvist.cache.groups.groups_of`.
+    """The groups of leads, which go behind those of :func:`kvist.cache.grouping.groups_of`.
 
     Args:
         spec: the model; its layers store keys and values of every token, and nothing else.

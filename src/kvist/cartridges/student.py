@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvist.cache.groups import Group, groups_of
+from kvist.cache.grouping import groups_of
+from kvist.cache.groups import Group
 from kvist.kernels.dense import Scores
 from kvist.kernels.gradients import differentiable
 from kvist.kernels.segment import Items, ItemsPlan, LatentItemsPlan

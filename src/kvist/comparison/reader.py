@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvist.batch import Chunk, Request
-from kvist.cache.groups import DEFAULT_BLOCK_TOKENS, Group, groups_of
+from kvist.cache.grouping import DEFAULT_BLOCK_TOKENS, groups_of
+from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.lead_groups import lead_groups
 from kvist.cache.manager import CacheManager

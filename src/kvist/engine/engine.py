@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from kvist.batch import Batch, Request
-from kvist.cache.groups import DEFAULT_BLOCK_TOKENS, cannot_prune, groups_of
+from kvist.cache.grouping import DEFAULT_BLOCK_TOKENS, groups_of
+from kvist.cache.groups import cannot_prune
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.lead_groups import lead_groups
 from kvist.cache.manager import CacheManager

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvist.cache.groups import DEFAULT_BLOCK_TOKENS, groups_of
+from kvist.cache.grouping import DEFAULT_BLOCK_TOKENS, groups_of
 from kvist.errors import InputError
 from kvist.hf.description import describe
 from kvist.hf.memory import BatchMemory

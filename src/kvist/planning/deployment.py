@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvist.cache.groups import Group, groups_of
+from kvist.cache.grouping import groups_of
+from kvist.cache.groups import Group
 from kvist.cache.lead_groups import lead_groups
 from kvist.errors import DoesNotFit
 from kvist.hardware import Accelerator

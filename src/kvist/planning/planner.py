@@ -179,7 +179,7 @@ def _with_weights(spec: ModelSpec, weights: "Weights") -> ModelSpec:
 
 
 def _cutting(result: Plan, block_tokens: int | None, chunk: int | None, *, on_device: bool) -> "Cutting":
-    from kvist.cache.groups import DEFAULT_BLOCK_TOKENS
+    from kvist.cache.grouping import DEFAULT_BLOCK_TOKENS
     from kvist.planning.capacity import DEFAULT_CHUNK, DEVICE_CHUNK
     from kvist.planning.deployment import Cutting
 

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from kvist.cache.groups import DEFAULT_BLOCK_TOKENS, Group
+from kvist.cache.grouping import DEFAULT_BLOCK_TOKENS
+from kvist.cache.groups import Group
 from kvist.errors import DoesNotFit, InputError
 from kvist.planning.capacity import DEVICE_CHUNK
 from kvist.planning.deployment import MAX_SAMPLED, Cutting, Deployment, Stage, stages_of

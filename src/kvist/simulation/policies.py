@@ -6,7 +6,7 @@ piece, is a paged one whose blocks are as long as that.
 
 from dataclasses import dataclass
 
-from kvist.cache.groups import DEFAULT_BLOCK_TOKENS
+from kvist.cache.grouping import DEFAULT_BLOCK_TOKENS
 from kvist.errors import InputError
 
 

@@ -9,7 +9,8 @@ from typing import Literal
 
 import numpy as np
 
-from kvist.cache.groups import MAX_BLOCK_TOKENS, Group
+from kvist.cache.grouping import MAX_BLOCK_TOKENS
+from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.tier import Tier
 from kvist.errors import DoesNotFit, InputError
