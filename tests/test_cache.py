@@ -161,9 +161,9 @@ def test_both_groups_agree_on_the_longest_prefix() -> None:
     assert (sequence.tables[1][:8] == -1).all(), "a window does not hold what it does not see"
     cache.release(sequence)
     # Without the window's blocks before the branch, the full group's 160 tokens are of no use.
-    while cache.tree._reclaim_stale():
+    while cache.reclaimer._reclaim_stale():
         pass
-    cache.tree._reclaim_idle_windows()
+    cache.reclaimer._reclaim_idle_windows()
     assert run(cache, [*range(160), 6000]).hit_tokens == 0
 
 

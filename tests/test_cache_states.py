@@ -236,7 +236,7 @@ def test_what_nobody_would_go_on_from_is_reclaimed_before_what_somebody_would() 
     assert (third.hit, checkpoints(cache)) == (96, [16, 64, 96, 128])
     # 64 was passed by since; then goes the other prompt, then the last run of the conversation.
     order = []
-    while cache.tree.reclaim(1):
+    while cache.reclaimer.reclaim(1):
         order.append(checkpoints(cache))
     assert order[:3] == [[16, 96, 128], [96, 128], [128]]
     assert other.hit == 0

@@ -112,7 +112,7 @@ class Checkpointing:
     def _blocks(self) -> list[Ids] | None:
         checkpoints = self._manager.tree.checkpoints
         if checkpoints.most is not None and len(checkpoints) >= checkpoints.most:
-            self._manager.tree.reclaim_checkpoint()
+            self._manager.reclaimer.reclaim_checkpoint()
         if not self._manager.arena.could_take(checkpoints.wanted, [NO_BLOCKS] * len(self._manager.groups)):
             return None
         self._manager.free_up(checkpoints.wanted)

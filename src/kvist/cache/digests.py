@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from kvist.cache.reclaim import Node, Tokens
 
 if TYPE_CHECKING:
-    from kvist.cache.prefix import Match, PrefixKey, PrefixTree
+    from kvist.cache.matching import Match
+    from kvist.cache.prefix import PrefixKey, PrefixTree
     from kvist.cache.sequence import Sequence
 
 DIGEST_BYTES = 16

@@ -133,6 +133,11 @@ class Group:
                 return None
 
     @property
+    def run_block_tokens(self) -> int:
+        """Tokens of a block of a run; where blocks are not those of tokens, so many that no run fills any."""
+        return self.block_tokens if self.fixed_blocks is None else ENDLESS
+
+    @property
     def attention(self) -> Attention:
         """The layer, where it is plain attention: what the engine computes.
 

@@ -35,10 +35,12 @@ from kvist.cache.groups import Group, unit_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.lead_groups import lead_unit
 from kvist.cache.leads import Lead, pin_lead
+from kvist.cache.matching import Match
 from kvist.cache.pinning import Pins, pin
 from kvist.cache.places import Places
-from kvist.cache.prefix import Match, PrefixKey, PrefixTree
+from kvist.cache.prefix import PrefixKey, PrefixTree
 from kvist.cache.reclaim import LRU, Order, order_of
+from kvist.cache.reclaiming import Reclaimer
 from kvist.cache.resumption import Resumption, Swapped
 from kvist.cache.sequence import NO_BLOCKS, Compaction, Fork, Move, Reservation, Sequence
 from kvist.cache.snapshot import snapshot
@@ -95,6 +97,7 @@ class CacheManager:
         self.layout = layout
         self.arena = Arena(layout)
         self.tree = PrefixTree(self.groups, self.arena, order_of(reclaim))
+        self.reclaimer = Reclaimer(self.tree, self.groups, self.arena)
         self.pins = Pins(layout)
         self.tree.checkpoints.most = max_checkpoints
         self._states = self.tree.checkpoints.groups
@@ -235,7 +238,7 @@ class CacheManager:
             return False
         while self.arena.shortage((1,)) > 0:
             # A leaf may go whose blocks a fork still refers to, so that nothing comes of it.
-            if not (self.arena.cached(0) and self.tree.reclaim(1)):
+            if not (self.arena.cached(0) and self.reclaimer.reclaim(1)):
                 return False
         sequence.tables[0] = np.concatenate((sequence.tables[0], self.arena.take(0, 1)))
         sequence.room += self.block_tokens
@@ -283,7 +286,7 @@ class CacheManager:
         while (shortage := self.arena.shortage(wanted)) > 0:
             if len(wanted) > 1 and self.arena.collect_slabs():
                 continue
-            if not self.tree.reclaim(shortage):
+            if not self.reclaimer.reclaim(shortage):
                 raise AssertionError(f"{wanted} blocks were promised, and nothing is left to reclaim")
 
     def _publish_new(self, sequence: Sequence, limit: int) -> None:
@@ -465,7 +468,7 @@ class CacheManager:
 
     def clear(self) -> None:
         """Forget every cached block, and take back the slabs that are free then."""
-        while self.tree.reclaim(self.layout.total_blocks(0)):
+        while self.reclaimer.reclaim(self.layout.total_blocks(0)):
             pass
         self.arena.collect_slabs()
 

@@ -22,8 +22,9 @@ from itertools import count
 import numpy as np
 
 from kvist.cache.arena import Arena, Ids
-from kvist.cache.checkpoints import Checkpoints
-from kvist.cache.groups import ENDLESS, Group, unit_of
+from kvist.cache.checkpoints import Checkpoint, Checkpoints
+from kvist.cache.groups import Group, unit_of
+from kvist.cache.matching import Match, Matching
 from kvist.cache.reclaim import LRU, Node, Order, ReclaimQueue, Tokens
 from kvist.cache.tiers import TierStack
 
@@ -47,30 +48,13 @@ class PrefixKey:
     salt: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Match:
-    """How much of a prompt the tree holds and every group can reuse.
-
-    Attributes:
-        tokens: length of the reusable prefix; a multiple of the unit. With states, where a checkpoint is.
-        nodes: the runs it crosses, top to bottom; the last may be matched in part.
-        blocks: per group, int64 ``[tokens / block_tokens]``; -1 where a window group no longer needs the block; none
-            of a state's.
-        found: length of the prefix that the tree holds, reusable or not.
-    """
-
-    tokens: int
-    nodes: list[Node]
-    blocks: list[Ids]
-    found: int = 0
-
-
 class PrefixTree:
     """Finds, stores and reclaims prefixes. Every block in it is marked as kept in the arena.
 
     Attributes:
         checkpoints: states kept at the ends of runs.
         clock: ascends whenever a sequence lets go of a run.
+        queue: of what could be reclaimed.
         tiers: where blocks go that it loses, if anywhere.
         tokens: tokens that it has.
         stored: tokens that it was given so far, whether or not it has them still.
@@ -81,20 +65,18 @@ class PrefixTree:
         self._arena = arena
         self.checkpoints = Checkpoints(groups, arena)
         self._unit = unit_of(groups)
-        # Of a group without blocks of tokens: as if one held any number of them, so that no run has any.
-        self._sizes = [ENDLESS if group.fixed_blocks is not None else group.block_tokens for group in groups]
+        self._sizes = [group.run_block_tokens for group in groups]
         self._windowed = [index for index, group in enumerate(groups) if group.gives_back]
         # Of a tail nothing is ever read behind a whole unit, and so nothing is kept.
         self._tails = [index for index, group in enumerate(groups) if group.lifetime == "tail"]
-        # Those that may reuse less than is there; and whether nodes hold any blocks at all.
-        self._particular = [*self._windowed, *self.checkpoints.groups[:1]]
+        # Whether nodes hold no blocks at all.
         self._blockless = all(group.fixed_blocks is not None for group in groups)
+        self._matching = Matching(groups)
         self._roots: dict[PrefixKey, Node] = {}
         self._root_keys: dict[int, PrefixKey] = {}
         self._ids = count()
         self.clock = 0
-        self._order = order
-        self._queue = ReclaimQueue(order)
+        self.queue = ReclaimQueue(order)
         self.tiers: TierStack | None = None
         self.tokens = 0
         self.stored = 0
@@ -116,7 +98,7 @@ class PrefixTree:
             position += common
             if common < node.tokens.size:
                 break
-        return self._agree(nodes, position)
+        return self._matching.agree(nodes, position)
 
     def _common(self, node: Node, tokens: Tokens, position: int, limit: int) -> int:
         """Tokens, in whole units, that a node's run shares with ``tokens`` from ``position``."""
@@ -127,41 +109,6 @@ class PrefixTree:
         if not differ[first]:
             first = length
         return first - first % self._unit
-
-    def _agree(self, nodes: list[Node], position: int) -> Match:
-        """Cut a match down to what every group can reuse, and drop what windows no longer read."""
-        blocks = [
-            np.concatenate([node.blocks[group] for node in nodes]) if len(nodes) > 1 else nodes[0].blocks[group]
-            for group in range(len(self._groups))
-        ] if nodes else [np.empty(0, np.int64) for _ in self._groups]  # fmt: skip
-        found = position
-        if self._particular and position:
-            previous = -1
-            while previous != position:
-                previous = position
-                for group in self._particular:
-                    position = self._reusable(group, nodes, blocks[group], position)
-            while nodes and position <= nodes[-1].end - nodes[-1].tokens.size:
-                nodes.pop()
-        blocks = [ids[: position // size] for ids, size in zip(blocks, self._sizes, strict=True)]
-        for group in self._windowed:
-            live = self._groups[group].first_live_block(position)
-            if live:
-                blocks[group] = blocks[group].copy()
-                blocks[group][:live] = -1
-        return Match(tokens=position, nodes=nodes, blocks=blocks, found=found)
-
-    def _reusable(self, group: int, nodes: list[Node], ids: Ids, position: int) -> int:
-        """Longest part of a match of ``position`` tokens, in whole units, after which a group can go on."""
-        size = self._groups[group].block_tokens
-        if self._sizes[group] == ENDLESS:
-            size = self._unit
-            present = np.zeros(position // size, np.bool_)
-            present[[node.end // size - 1 for node in nodes if node.checkpoint and node.end <= position]] = True
-        else:
-            present = ids[: position // size] >= 0
-        reusable = self._groups[group].reusable_blocks(present) * size
-        return reusable - reusable % self._unit
 
     # -- hold -----------------------------------------------------------------------------------------------
 
@@ -206,7 +153,7 @@ class PrefixTree:
 
     def mark_stale(self, node: Node | None) -> None:
         """A window has given back blocks on the way to ``node``."""
-        self._queue.mark_stale(node)
+        self.queue.mark_stale(node)
 
     # -- store ----------------------------------------------------------------------------------------------
 
@@ -330,7 +277,7 @@ class PrefixTree:
         node.parent = upper
         upper.children[self._edge(node)] = node
         if node.stale:
-            self._queue.mark_stale(upper)
+            self.queue.mark_stale(upper)
         return upper
 
     def _edge(self, node: Node) -> bytes:
@@ -348,8 +295,7 @@ class PrefixTree:
         """Forget what a failed step was to compute, as far as its sequences have let go of it."""
         for node in reversed([node for node in self.nodes() if not node.sealed]):
             if node.parent is not None and not node.users and not node.children:
-                self._cut(node, 0)
-                self._remove(node)
+                self.cut(node, 0)
 
     def used_alone(self, node: Node | None) -> list[Node]:
         """The runs from ``node`` up, the deepest first, that only the sequence uses which holds ``node``."""
@@ -363,87 +309,15 @@ class PrefixTree:
         """Take runs that nobody uses any more out, the deepest first, and what follows them."""
         for node in nodes:
             for below in reversed([*self._below(node)]):
-                self._cut(below, 0)
-                self._remove(below)
+                self.cut(below, 0)
 
-    # -- reclaim --------------------------------------------------------------------------------------------
+    # -- cut ------------------------------------------------------------------------------------------------
 
-    def reclaim(self, wanted: int) -> bool:
-        """Take back some blocks, of a lone group no more than ``wanted``; False when nothing is left to take.
+    def cut(self, node: Node, keep: int) -> None:
+        """Cut a node's run after ``keep`` tokens, and let the rest of its blocks and its checkpoint go.
 
-        First window blocks that lie further than a window before any reuse point, then leaves that nobody uses, in the
-        tree's order and from their tails, then any idle window block and any checkpoint. A checkpoint that was not used
-        since the next leaf was goes before it: whoever came by went on from a later one.
+        A leaf of which nothing is kept goes itself.
         """
-        return (
-            (bool(self._windowed) and self._reclaim_stale())
-            or self._reclaim_leaf(wanted)
-            or self._reclaim_idle_windows()
-            or self.reclaim_checkpoint()
-        )
-
-    def _reclaim_stale(self) -> bool:
-        while (node := self._queue.next_stale()) is not None:
-            if self._reclaim_windows(node, keep_tail=True):
-                return True
-        return False
-
-    def _reclaim_leaf(self, wanted: int) -> bool:
-        leaf = self._queue.first_leaf()
-        if leaf is None:
-            return False
-        if self.checkpoints.groups and self.reclaim_checkpoint(before=leaf.last_used):
-            return True
-        # With several groups a whole run goes: slabs come back only when all their blocks are free.
-        most = 1 if self._order.by_block else wanted
-        keep = 0 if len(self._groups) > 1 else max(0, leaf.blocks[0].size - most)
-        if self.tiers is not None:
-            self.tiers.reclaimed(self, leaf, keep)
-        self._cut(leaf, keep * self._unit)
-        if not keep:
-            self._remove(leaf)
-        elif self._order.by_block:
-            self._queue.offer(leaf)
-        return True
-
-    def reclaim_checkpoint(self, *, before: int | None = None) -> bool:
-        """Let the least recently used checkpoint go, if it was not used since ``before``; whether one went."""
-        oldest = self.checkpoints.oldest()
-        if oldest is None or (before is not None and oldest.used >= before):
-            return False
-        node = oldest.node
-        self.checkpoints.forget(oldest)
-        if self._blockless and node is not None and not node.users and not node.children:
-            self._idle(node)
-        return True
-
-    def _reclaim_idle_windows(self) -> bool:
-        if not self._windowed:
-            return False
-        taken = [self._reclaim_windows(node, keep_tail=False) for node in self.nodes()]
-        return any(taken)
-
-    def _reclaim_windows(self, node: Node, *, keep_tail: bool) -> bool:
-        taken = False
-        for group in self._windowed:
-            ids = node.blocks[group]
-            end = ids.size
-            if keep_tail:
-                # The node ends where sequences part or stopped: the window before it is what they would reuse.
-                first = (node.end - node.tokens.size) // self._sizes[group]
-                end = min(end, self._groups[group].first_live_block(node.end) - first)
-            if end <= 0:
-                continue
-            head = ids[:end]
-            idle = (head >= 0) & (self._arena.refs[group][head] == 0)
-            if idle.any():
-                self._arena.forget(group, head[idle])
-                head[idle] = -1
-                taken = True
-        return taken
-
-    def _cut(self, node: Node, keep: int) -> None:
-        """Cut a node's run after ``keep`` tokens, and let the rest of its blocks and its checkpoint go."""
         if node.checkpoint is not None:
             self.checkpoints.forget(node.checkpoint)
         surplus = node.tokens.size - keep
@@ -458,6 +332,15 @@ class PrefixTree:
             if node.digests is not None:
                 del node.digests[keep // self._unit :]
             node.end -= surplus
+        else:
+            self._remove(node)
+
+    def forget_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Let a checkpoint go, and a run that costs nothing and that nobody can go on from any more."""
+        node = checkpoint.node
+        self.checkpoints.forget(checkpoint)
+        if self._blockless and node is not None and not node.users and not node.children:
+            self._idle(node)
 
     def _remove(self, node: Node) -> None:
         """Take a leaf without blocks out of the tree."""
@@ -473,10 +356,9 @@ class PrefixTree:
         if node.parent is not None:
             if self._blockless and node.checkpoint is None:
                 # It costs no block, so that memory would never bound how many there are.
-                self._cut(node, 0)
-                self._remove(node)
+                self.cut(node, 0)
             else:
-                self._queue.offer(node)
+                self.queue.offer(node)
         elif (key := self._root_keys.pop(node.id, None)) is not None:
             del self._roots[key]
 

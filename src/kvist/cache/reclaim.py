@@ -138,9 +138,17 @@ def order_of(reclaim: str | Order) -> Order:
 
 
 class ReclaimQueue:
-    """The order of reclaim; entries that later uses have outdated are skipped when they come up."""
+    """The order of reclaim; entries that later uses have outdated are skipped when they come up.
+
+    Args:
+        order: of idle leaves.
+
+    Attributes:
+        by_block: leaves go block by block, and are offered again in between.
+    """
 
     def __init__(self, order: Order = LRU) -> None:
+        self.by_block = order.by_block
         self._turn = order.turn
         self._leaves: list[tuple[Any, int, Node]] = []
         self._valid_leaves = 0

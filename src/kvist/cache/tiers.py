@@ -33,7 +33,8 @@ from kvist.cache.traffic import Moved, Occupied, Traffic
 from kvist.errors import InputError
 
 if TYPE_CHECKING:
-    from kvist.cache.prefix import Match, PrefixTree
+    from kvist.cache.matching import Match
+    from kvist.cache.prefix import PrefixTree
     from kvist.cache.sequence import Sequence
 
 
