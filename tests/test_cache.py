@@ -173,7 +173,7 @@ def test_slabs_move_between_groups() -> None:
     cache = CacheManager(groups, layout)
     cache.release(run(cache, list(range(640))))
     lent = [cache.arena.lent(index) for index in range(2)]
-    longest = cache.longest(16, 8192)
+    longest = cache.promises.longest(16, 8192)
     sequence = cache.begin(list(range(5000, 5000 + longest)))
     while sequence.length < longest:
         reservation = cache.reserve(sequence, 16)

@@ -45,12 +45,12 @@ class PinnedMachine(CacheMachine):
         key = PrefixKey(cartridge=f"{number} of {count}")
         before = self.picture(Sequence(placeholders(count), key, len(self.manager.groups)))
         try:
-            sequence = self.manager.pin(count, key)
+            sequence = self.manager.pins.pin(count, key)
         except DoesNotFit:
             assert self.picture(Sequence(placeholders(count), key, len(self.manager.groups))) == before
             return
         self.memory.store(sequence, 0, count)
-        self.manager.filled(sequence)
+        self.manager.pins.filled(sequence)
         self.pinned[number] = sequence
 
     @precondition(lambda self: self.pinned)
@@ -65,13 +65,13 @@ class PinnedMachine(CacheMachine):
         before = self.picture(Sequence(run, first.key, len(self.manager.groups)))
         shared = [first.blocks(group) for group in range(len(self.manager.groups))]
         try:
-            sequence = self.manager.pin(count, first.key, behind=first, tokens=run)
+            sequence = self.manager.pins.pin(count, first.key, behind=first, tokens=run)
         except DoesNotFit:
             assert self.picture(Sequence(run, first.key, len(self.manager.groups))) == before
             return
         assert sequence.pinned == first.pinned + count
         self.memory.store(sequence, first.pinned, sequence.pinned)
-        self.manager.filled(sequence)
+        self.manager.pins.filled(sequence)
         assert [first.blocks(group) for group in range(len(self.manager.groups))] == shared
         self.pinned[number] = sequence
 
@@ -101,7 +101,7 @@ class PinnedMachine(CacheMachine):
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.pinned)))
-        self.manager.unpin(self.pinned.pop(number))
+        self.manager.pins.unpin(self.pinned.pop(number))
 
     @precondition(lambda self: self.manager is not None)
     @rule()

@@ -67,7 +67,7 @@ class LeadMachine(CacheMachine):
         before = self.picture(Sequence(np.empty(0, np.int32), PrefixKey(), len(self.manager.groups)))
         count = 2 * BLOCK * units
         try:
-            lead = self.manager.pin(count, PrefixKey(), behind=self.leads.get(behind))
+            lead = self.manager.pins.pin(count, PrefixKey(), behind=self.leads.get(behind))
         except DoesNotFit:
             assert self.picture(Sequence(np.empty(0, np.int32), PrefixKey(), len(self.manager.groups))) == before
             return
@@ -77,7 +77,7 @@ class LeadMachine(CacheMachine):
         for blocks, table, first in zip(self.memory.blocks, lead.tables, shared.tables, strict=True):
             assert table[: first.size].tolist() == first.tolist()
             blocks.update({int(block): (name, place) for place, block in enumerate(table) if place >= first.size})
-        self.manager.filled(lead)
+        self.manager.pins.filled(lead)
         self.leads[name] = lead
 
     @precondition(lambda self: self.leads)
@@ -108,7 +108,7 @@ class LeadMachine(CacheMachine):
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
         """Those that have begun behind it keep its blocks."""
-        self.manager.unpin(self.leads.pop(data.draw(st.sampled_from(sorted(self.leads)))))
+        self.manager.pins.unpin(self.leads.pop(data.draw(st.sampled_from(sorted(self.leads)))))
 
     def before(self, sequence: Sequence, group: int) -> int:
         return 0 if sequence.lead is None else sequence.lead.tables[group].size

@@ -29,8 +29,8 @@ def test_as_many_fit_as_planned(fmt):
     assert budget.to_dict()["cartridge"] == {"tokens": 256, "bytes": BYTES, "format": INT8_INT4.to_dict()}
     groups = groups_of(spec, fmt) + lead_groups(spec, INT8_INT4, 16)
     manager = CacheManager(groups, ArenaLayout.of(groups, memory))
-    lead = manager.pin(256, PrefixKey())
-    manager.filled(lead)
+    lead = manager.pins.pin(256, PrefixKey())
+    manager.pins.filled(lead)
     assert manager.held_bytes(lead) == manager.pins.bytes == BYTES
     running = []
     while True:
@@ -47,7 +47,7 @@ def test_as_many_fit_as_planned(fmt):
     assert {manager.held_bytes(sequence) for sequence in running} == {BYTES + budget.sequence_allocated}
     for one in (*running, sequence):
         manager.release(one)
-    manager.unpin(lead)
+    manager.pins.unpin(lead)
     manager.clear()
     assert manager.arena.free_slabs == manager.layout.num_slabs
 

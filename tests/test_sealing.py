@@ -336,13 +336,13 @@ def test_cartridges_need_the_room_that_is_planned_for_them():
         groups = groups_of(spec, fmt)
         manager = CacheManager(groups, ArenaLayout.of(groups, int(memory[:2]) << 20))
         key = PrefixKey(cartridge="made-up")
-        first = manager.pin(1024, key)
-        manager.filled(first)
-        manager.filled(whole := manager.pin(1024, key, behind=first))
-        manager.unpin(first)
+        first = manager.pins.pin(1024, key)
+        manager.pins.filled(first)
+        manager.pins.filled(whole := manager.pins.pin(1024, key, behind=first))
+        manager.pins.unpin(first)
         assert counted.capacity.users_paged > 0
         assert manager.held_bytes(whole) == allocated_bytes(groups, 2048) == counted.capacity.cartridge_bytes
-        manager.unpin(whole)
+        manager.pins.unpin(whole)
         manager.clear()
         assert manager.arena.free_slabs == manager.layout.num_slabs
 

@@ -64,7 +64,7 @@ def opened(name: str) -> Served:
 def memory_for(served: Served, tokens: int, sequences: float) -> ArenaLayout:
     """As much of the runner's arena as so many sequences of this length fill at least."""
     manager = CacheManager(served.groups, served.layout)
-    slabs = manager.slabs_needed(tokens, manager.block_tokens)
+    slabs = manager.promises.slabs_needed(tokens, manager.block_tokens)
     return ArenaLayout.of(served.groups, int(slabs * sequences + 0.999) * served.layout.slab_bytes)
 
 

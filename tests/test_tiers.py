@@ -40,9 +40,9 @@ def tier(name: str, blocks: int, **keys: Any) -> Tier:
     return Tier(name=name, capacity_bytes=blocks * BYTES, bandwidth=1e9, **keys)
 
 
-def cache_of(blocks: int, *tiers: Tier, groups: tuple[Group, ...] = (FULL,)) -> CacheManager:
+def cache_of(blocks: int, *tiers: Tier, groups: tuple[Group, ...] = (FULL,), prefix_cache: bool = True) -> CacheManager:
     slab = ArenaLayout.of(groups, 1 << 24).slab_bytes
-    return CacheManager(groups, ArenaLayout.of(groups, blocks * slab), tiers=tiers)
+    return CacheManager(groups, ArenaLayout.of(groups, blocks * slab), tiers=tiers, prefix_cache=prefix_cache)
 
 
 def run(cache: CacheManager, tokens: Seq[int], salt: str = "") -> Reservation:
@@ -192,8 +192,7 @@ def go(made: Scheduler) -> Any:
 @pytest.mark.parametrize("preempt", ["recompute", "swap"])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_a_request_that_is_swapped_out_goes_on_where_it_was(preempt: Any, prefix_cache: bool) -> None:
-    cache = cache_of(16, tier("host", 12))
-    cache.prefix_cache = prefix_cache
+    cache = cache_of(16, tier("host", 12), prefix_cache=prefix_cache)
     made = Scheduler(manager=cache, limits=Limits(), preempt=preempt)
     made.add("old", A, 30)
     new = made.add("new", range(100, 122), 30)

@@ -93,7 +93,7 @@ class Serving:
         self, served: Served, tiers: Sequence[Tier], directory: Path, *, sequences: float = 2.0, **limits: int
     ) -> None:
         self.served, self.runner = served, served.runner
-        slabs = CacheManager(served.groups, served.layout).slabs_needed(200, 16)
+        slabs = CacheManager(served.groups, served.layout).promises.slabs_needed(200, 16)
         self.layout = cut(served.groups, math.ceil(slabs * sequences))
         assert self.layout.num_slabs <= served.layout.num_slabs
         self.manager = CacheManager(served.groups, self.layout, tiers=tiers, moving=True)

@@ -126,7 +126,7 @@ class Scheduler:
         """
         changes = self.manager.pins.changes
         if self._longest is None or self._longest[0] != changes:
-            self._longest = changes, self.manager.longest(self._least_chunk, self.limits.max_context)
+            self._longest = changes, self.manager.promises.longest(self._least_chunk, self.limits.max_context)
         return self._longest[1]
 
     @property
@@ -221,7 +221,7 @@ class Scheduler:
         pruning, length = sequence.pruning, stored + sequence.pinned
         assert pruning is not None
         slots = pruning.slots_after(length) if sequence.pinned else pruning.slots(length)
-        return self.manager.slabs_needed(length, self._least_chunk, slots)
+        return self.manager.promises.slabs_needed(length, self._least_chunk, slots)
 
     def all_fit(self) -> bool:
         """Whether the cache could still hold each request alone, which something that is pinned may have changed."""
@@ -245,7 +245,7 @@ class Scheduler:
             f"{group.peak_blocks(stored, chunk)} blocks x {format_size(group.block_bytes)} ({group.name})"
             for group in self.manager.groups
         )
-        slabs = self.manager.slabs_needed(stored, chunk)
+        slabs = self.manager.promises.slabs_needed(stored, chunk)
         raise DoesNotFit(
             f"memory: {prompt} prompt tokens and {stored + 1 - prompt} to generate store {stored} tokens at most: "
             f"{terms} = {format_size(slabs * layout.slab_bytes)}, and the cache has {format_size(layout.total_bytes)}; "

@@ -40,7 +40,7 @@ class Lead:
 
 
 def pin_lead(manager: "CacheManager", count: int, behind: Lead | None) -> Lead:
-    """:meth:`CacheManager.pin` where cartridges have a format of their own."""
+    """:meth:`kvist.cache.pinning.Pins.pin` where cartridges have a format of their own."""
     arena, sizes = manager.arena, manager.layout.block_bytes
     unit = lead_unit(manager.groups)
     if count % unit:

@@ -26,28 +26,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvist.cache.arena import Arena, Ids
+from kvist.cache.arena import Arena
 from kvist.cache.checkpointing import Checkpointing
-from kvist.cache.checkpoints import Checkpoint
 from kvist.cache.compaction import compact
 from kvist.cache.forking import fork
 from kvist.cache.groups import Group, unit_of
 from kvist.cache.layout import ArenaLayout
 from kvist.cache.lead_groups import lead_unit
-from kvist.cache.leads import Lead, pin_lead
-from kvist.cache.matching import Match
-from kvist.cache.pinning import Pins, pin
+from kvist.cache.leads import Lead
+from kvist.cache.offers import Found, Offers
+from kvist.cache.pinning import Pins
 from kvist.cache.places import Places
 from kvist.cache.prefix import PrefixKey, PrefixTree
+from kvist.cache.promises import Promises
 from kvist.cache.reclaim import LRU, Order, order_of
 from kvist.cache.reclaiming import Reclaimer
-from kvist.cache.resumption import Resumption, Swapped
-from kvist.cache.sequence import NO_BLOCKS, Compaction, Fork, Move, Reservation, Sequence
+from kvist.cache.resumption import Swapped
+from kvist.cache.sequence import Compaction, Fork, Move, Reservation, Sequence
 from kvist.cache.snapshot import snapshot
 from kvist.cache.tier import Tier
 from kvist.cache.tiers import TierStack
 from kvist.errors import InputError
-from kvist.spec.pruning import PruningPlan
 
 
 class CacheManager:
@@ -68,8 +67,10 @@ class CacheManager:
 
     Attributes:
         block_tokens: of the smallest blocks.
+        pins: what stays until it is let go.
         moving: whether the tiers' bytes are real.
         moves: copies that were decided and not yet returned, in order.
+        promises: what a sequence may be promised before it begins.
         unit_tokens: tokens of which every shared prefix is a multiple.
         windows: whether a group gives blocks back while a sequence runs.
         leads: whether cartridges lie in groups of their own.
@@ -98,7 +99,7 @@ class CacheManager:
         self.arena = Arena(layout)
         self.tree = PrefixTree(self.groups, self.arena, order_of(reclaim))
         self.reclaimer = Reclaimer(self.tree, self.groups, self.arena)
-        self.pins = Pins(layout)
+        self.pins = Pins(self)
         self.tree.checkpoints.most = max_checkpoints
         self._states = self.tree.checkpoints.groups
         encoder = any(group.lifetime == "cross" for group in self.groups)
@@ -106,8 +107,7 @@ class CacheManager:
         self.block_tokens = min(group.block_tokens for group in self.groups)
         self.unit_tokens = unit_of(self.groups)
         self.leads = lead_unit(self.groups) > 0
-        self._checkpointing = Checkpointing(self, checkpoint_every)
-        self._checkpointed = self.prefix_cache and bool(self._states)
+        self._checkpointing = Checkpointing(self, checkpoint_every) if self._states and self.prefix_cache else None
         self.moving = moving
         self.moves: list[Move] = []
         places = Places(layout, [tier.capacity_bytes for tier in tiers], self.moves) if moving else None
@@ -115,6 +115,15 @@ class CacheManager:
         self.tree.tiers = self.tiers
         self._windowed = [index for index, group in enumerate(self.groups) if group.gives_back]
         self.windows = bool(self._windowed)
+        self.promises = Promises(self.groups, layout, self.pins)
+        self._offers = Offers(
+            self.groups,
+            self.arena,
+            self.tree,
+            self.promises,
+            self._checkpointing,
+            prefix_cache=self.prefix_cache,
+        )
         self._plain = len(self.groups) == 1 and self.groups[0].lifetime == "full"
 
     def begin(self, tokens: npt.ArrayLike, key: PrefixKey = PrefixKey()) -> Sequence:  # noqa: B008 (frozen)
@@ -133,56 +142,14 @@ class CacheManager:
         where a checkpoint is due.
         Changes nothing where it is not granted.
         """
-        match = behind = saved = None
-        stored, parting = sequence.length, sequence.parting
-        if not sequence.begun:
-            match = self._match(sequence)
-            behind = self._behind(sequence, match) if self.tiers and not sequence.pruning else None
-            stored = behind.tokens if behind else match.tokens
-            parting = match.found if match.found > stored else 0
-            saved = match.nodes[-1].checkpoint if match.nodes and not behind else None
-        limit = min(sequence.size, stored + budget)
-        if sequence.pruning:
-            due = sequence.pruning.due(stored, sequence.pruned)
-            limit = min(limit, due) if due > stored else stored + 1
-        if self._checkpointed and sequence.shared:
-            limit = self._checkpointing.stop(sequence, stored, limit, parting)
-        found = behind.tables if behind else match.blocks if match else None
-        if found and sequence.lead is not None:
-            sequence.lead.put_before(found)
-        have = found or sequence.tables
-        wanted = [
-            group.all_blocks(limit - gone) - table.size
-            for group, table, gone in zip(self.groups, have, sequence.dropped, strict=True)
-        ]
-        revived = self._revived(found, saved)
-        if not self._possible(sequence, wanted, revived, admit_chunk):
-            if saved is None:
-                return Reservation(False)
-            # There is no room for the states and their checkpoint both, but the sequence can take it over.
-            for group in self._states:
-                wanted[group] = 0
-            if not self._possible(sequence, wanted, revived, admit_chunk):
-                return Reservation(False)
-
-        if match and found:
-            sequence.node = self.tree.attach(match)
-            sequence.published = match.tokens
-            sequence.hit_tokens = sequence.length = stored
-            sequence.parting = parting
-            sequence.tables = list(found)
-            sequence.given_back = [0] * len(self.groups)
-            for group in self._windowed:
-                sequence.given_back[group] = found[group].size - revived[group].size
-            sequence.begun = True
-            for group, ids in enumerate(revived):
-                if ids.size:
-                    self.arena.share(group, ids)
-            if self.tiers:
-                # Before the device reclaims anything, which may make the tiers evict what was found.
-                self._load(sequence, behind)
-        self.free_up(wanted)
-        for group, count in enumerate(wanted):
+        offer = self._offers.make(sequence, budget, admit_chunk)
+        if offer is None:
+            return Reservation(False)
+        found = offer.found
+        if found:
+            self._begin(sequence, found)
+        self.free_up(offer.wanted)
+        for group, count in enumerate(offer.wanted):
             if count > 0:
                 new = self.arena.take(group, count)
                 table = sequence.tables[group]
@@ -190,14 +157,35 @@ class CacheManager:
             elif found:
                 # The match's arrays may be views of the tree's.
                 sequence.tables[group] = sequence.tables[group].copy()
-        if behind and self.tiers:
-            self.tiers.loaded(behind, sequence.tables)
-        if saved:
-            self._checkpointing.resume(sequence, saved)
-        sequence.in_flight = limit - sequence.length
+        if found and found.behind and self.tiers:
+            self.tiers.loaded(found.behind, sequence.tables)
+        if found and found.saved and self._checkpointing:
+            self._checkpointing.resume(sequence, found.saved)
+        sequence.in_flight = offer.limit - sequence.length
         sequence.room = self.room(sequence)
-        self._publish_new(sequence, limit)
-        return Reservation(True, limit, stored if match else 0, behind.loads if behind else (), self.take_moves())
+        self._publish_new(sequence, offer.limit)
+        loads = found.behind.loads if found and found.behind else ()
+        return Reservation(True, offer.limit, found.tokens if found else 0, loads, self.take_moves())
+
+    def _begin(self, sequence: Sequence, found: Found) -> None:
+        """Let a sequence refer to what was found of it, before anything is reclaimed."""
+        sequence.node = self.tree.attach(found.match)
+        sequence.published = found.match.tokens
+        sequence.hit_tokens = sequence.length = found.tokens
+        sequence.parting = found.parting
+        sequence.tables = list(found.tables)
+        sequence.given_back = [0] * len(self.groups)
+        for group in self._windowed:
+            sequence.given_back[group] = found.tables[group].size - found.revived[group].size
+        sequence.begun = True
+        for group, ids in enumerate(found.revived):
+            if ids.size:
+                self.arena.share(group, ids)
+        if self.tiers:
+            # The device is about to reclaim, which may make the tiers evict what was found.
+            if found.behind:
+                self.tiers.load(found.behind)
+            self.forget_swapped(sequence)
 
     def take_moves(self) -> Seq[Move]:
         """What is to be copied, in order, before anything else is written; it is not told again."""
@@ -244,43 +232,6 @@ class CacheManager:
         sequence.room += self.block_tokens
         return True
 
-    def _match(self, sequence: Sequence) -> Match:
-        if not (self.prefix_cache and sequence.shared):
-            if sequence.pinned:
-                return self.tree.match(sequence.key, sequence.tokens, sequence.pinned)
-            return Match(tokens=0, nodes=[], blocks=[NO_BLOCKS] * len(self.groups))
-        most = max(sequence.pinned, sequence.pruning.reusable) if sequence.pruning else sequence.size - 1
-        return self.tree.match(sequence.key, sequence.tokens, most)
-
-    def _behind(self, sequence: Sequence, match: Match) -> Resumption | None:
-        """What the tiers have of a sequence beyond a match."""
-        assert self.tiers is not None
-        if sequence.swapped is not None:
-            return self.tiers.find_swapped(sequence.swapped, match)
-        return self.tiers.find(self.tree, sequence, match) if self.prefix_cache and sequence.shared else None
-
-    def _load(self, sequence: Sequence, behind: Resumption | None) -> None:
-        assert self.tiers is not None
-        if behind:
-            self.tiers.load(behind)
-        self.forget_swapped(sequence)
-
-    def _revived(self, found: list[Ids] | None, saved: Checkpoint | None) -> list[Ids]:
-        """Blocks that were found which the sequence will refer to, per group; a checkpoint's until they are copied."""
-        if found is None:
-            return [NO_BLOCKS] * len(self.groups)
-        revived = [ids[ids >= 0] if group in self._windowed else ids for group, ids in enumerate(found)]
-        if saved:
-            for group, ids in zip(self._states, saved.blocks, strict=True):
-                revived[group] = ids
-        return revived
-
-    def _possible(self, sequence: Sequence, wanted: list[int], revived: list[Ids], admit_chunk: int | None) -> bool:
-        if admit_chunk is not None:
-            peaks = self.peak_blocks(sequence.size, admit_chunk, sequence.pruning)
-            wanted = [max(count, peak - ids.size) for count, peak, ids in zip(wanted, peaks, revived, strict=True)]
-        return max(wanted) <= 0 or self.arena.could_take(wanted, revived)
-
     def free_up(self, wanted: list[int]) -> None:
         """Reclaim cached blocks until all groups can take ``wanted``, which :meth:`Arena.could_take` has promised."""
         while (shortage := self.arena.shortage(wanted)) > 0:
@@ -315,10 +266,11 @@ class CacheManager:
         Returns:
             Copies of its states that a checkpoint keeps, and what goes to tiers; to be done before the next step.
         """
-        self._commit(sequence, length)
+        self.note_stored(sequence, length)
         return self.take_moves()
 
-    def _commit(self, sequence: Sequence, length: int) -> None:
+    def note_stored(self, sequence: Sequence, length: int) -> None:
+        """:meth:`commit`, whose copies are left to the next verb that returns any."""
         sequence.length = length
         sequence.in_flight = 0
         if sequence.published < length <= sequence.prompt_size:
@@ -335,7 +287,7 @@ class CacheManager:
                 sequence.given_back[group] = first
                 self.arena.drop(group, dead)
                 self.tree.mark_stale(sequence.node)
-        if self._checkpointed and sequence.shared and self._checkpointing.is_due(sequence, length):
+        if self._checkpointing and sequence.shared and self._checkpointing.is_due(sequence, length):
             self._checkpointing.take(sequence)
 
     def commit_all(self, sequences: Seq[Sequence]) -> list[Move]:
@@ -348,7 +300,7 @@ class CacheManager:
                 sequence.length = length + 1
                 sequence.in_flight = 0
             else:
-                self._commit(sequence, length + sequence.in_flight)
+                self.note_stored(sequence, length + sequence.in_flight)
         return [*self.take_moves()]
 
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:
@@ -371,17 +323,9 @@ class CacheManager:
             if not stored:
                 # What was reserved and never stored must not be found by anyone.
                 self.tree.forget_unsealed()
-        sequence.tables = [NO_BLOCKS] * len(self.groups)
-        sequence.given_back = [0] * len(self.groups)
-        sequence.dropped = [0] * len(self.groups)
-        sequence.pruned = 0
-        sequence.node = None
         if self.tiers and sequence.trailing and sequence.trailing.node and sequence.trailing.moves:
             self.tiers.sealed(self.tree, sequence.trailing.node)
-        sequence.trailing = None
-        sequence.begun = False
-        sequence.length = sequence.in_flight = sequence.published = sequence.parting = sequence.room = 0
-        sequence.prompt_size = sequence.size
+        sequence.forget_blocks()
 
     def swap_out(self, sequence: Sequence) -> bool:
         """Move all that a sequence holds to the first tier, between steps; its next reservation brings it back.
@@ -419,53 +363,6 @@ class CacheManager:
         """
         return compact(self, sequence)
 
-    def pin(
-        self,
-        count: int,
-        key: PrefixKey,
-        *,
-        behind: Sequence | Lead | None = None,
-        tokens: npt.NDArray[np.int32] | None = None,
-    ) -> Sequence | Lead:
-        """Take blocks for a run that stands for ``count`` tokens which nobody has.
-
-        Whoever calls fills them before the next step and says so with :meth:`filled`, or gives them back with
-        :meth:`unpin`. Requests whose tokens begin with its own find it under ``key``. Where cartridges have a format of
-        their own it is a lead, which those have whose :attr:`Sequence.lead` it is; key and tokens say nothing then.
-
-        Args:
-            count: of its tokens.
-            key: of the run.
-            behind: a run that is pinned under the same key, which it follows and whose blocks it shares.
-            tokens: placeholders, int32 ``[count]``, which no other run behind that one has; left out, those of
-                :func:`kvist.cache.pinning.placeholders`.
-
-        Raises:
-            InputError: ``count`` is no multiple of the unit, or a group keeps something that is no token's.
-            DoesNotFit: there is no room now; nothing has changed.
-        """
-        if self.leads:
-            assert not isinstance(behind, Sequence)
-            return pin_lead(self, count, behind)
-        assert not isinstance(behind, Lead)
-        return pin(self, count, key, behind, tokens)
-
-    def filled(self, pinned: Sequence | Lead) -> None:
-        """What is pinned is stored now: nothing reclaims it until :meth:`unpin`, but for what windows never read."""
-        if isinstance(pinned, Sequence):
-            # Nothing is to be copied for it itself; what others are to give up stays to be told.
-            self._commit(pinned, pinned.pinned)
-        self.pins.add(pinned)
-
-    def unpin(self, pinned: Sequence | Lead) -> None:
-        """Let a pinned run go: it is reclaimed like any other once nobody uses it, and at once where it is a lead."""
-        filled = self.pins.remove(pinned)
-        if isinstance(pinned, Sequence):
-            self.release(pinned, keep=filled)
-            return
-        for group, table in enumerate(pinned.tables):
-            self.arena.drop(group, table)
-
     def clear(self) -> None:
         """Forget every cached block, and take back the slabs that are free then."""
         while self.reclaimer.reclaim(self.layout.total_blocks(0)):
@@ -493,28 +390,3 @@ class CacheManager:
     ) -> dict[str, Any]:
         """Where every block is, as :mod:`kvist.cache.snapshot` describes it."""
         return snapshot(self, sequences or {}, text_of)
-
-    def peak_blocks(self, length: int, chunk: int, pruning: PruningPlan | None = None) -> list[int]:
-        """Most blocks of each group on the way to ``length`` tokens, ``chunk`` of them in flight, pruned or not."""
-        slots = pruning.slots(length) if pruning else length
-        return [group.peak_blocks(slots if group.prunable else length, chunk) for group in self.groups]
-
-    def slabs_needed(self, length: int, chunk: int, slots: int | None = None) -> int:
-        """Slabs that a lone sequence needs beside what is pinned, ``chunk`` of ``length`` own tokens in flight.
-
-        With ``slots`` no more of these are filled at once where tokens are pruned.
-        """
-        lengths = (length if slots is None or not group.prunable else slots for group in self.groups)
-        blocks = [group.peak_blocks(tokens, chunk) for group, tokens in zip(self.groups, lengths, strict=True)]
-        return self.pins.slabs_with(blocks)
-
-    def longest(self, chunk: int, limit: int) -> int:
-        """Longest sequence, in tokens and up to ``limit``, that would fit alone with ``chunk`` tokens in flight."""
-        low, high = 0, limit + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.slabs_needed(middle, chunk) <= self.layout.num_slabs:
-                low = middle
-            else:
-                high = middle
-        return low

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvist.cache.layout import ArenaLayout
-from kvist.cache.leads import Lead
+from kvist.cache.leads import Lead, pin_lead
 from kvist.cache.prefix import PrefixKey
 from kvist.cache.sequence import NO_BLOCKS, Sequence
 from kvist.errors import DoesNotFit, InputError
@@ -32,15 +31,16 @@ class Pins:
     """What is pinned, and how many slabs it leaves.
 
     Args:
-        layout: how the arena is cut.
+        manager: of the cache in whose arena it lies.
 
     Attributes:
         held: what is pinned.
         changes: ascends with each that comes or goes.
     """
 
-    def __init__(self, layout: ArenaLayout) -> None:
-        self._layout = layout
+    def __init__(self, manager: "CacheManager") -> None:
+        self._manager = manager
+        self._layout = layout = manager.layout
         self.held: list[Sequence | Lead] = []
         self.changes = 0
         groups = len(layout.blocks_per_slab)
@@ -48,18 +48,56 @@ class Pins:
         self._blocks = [0] * groups
         self._slabs = [0] * groups
 
-    def add(self, pinned: Sequence | Lead) -> None:
-        """One more."""
+    def pin(
+        self,
+        count: int,
+        key: PrefixKey,
+        *,
+        behind: Sequence | Lead | None = None,
+        tokens: npt.NDArray[np.int32] | None = None,
+    ) -> Sequence | Lead:
+        """Take blocks for a run that stands for ``count`` tokens which nobody has.
+
+        Whoever calls fills them before the next step and says so with :meth:`filled`, or gives them back with
+        :meth:`unpin`. Requests whose tokens begin with its own find it under ``key``. Where cartridges have a format of
+        their own it is a lead, which those have whose :attr:`Sequence.lead` it is; key and tokens say nothing then.
+
+        Args:
+            count: of its tokens.
+            key: of the run.
+            behind: a run that is pinned under the same key, which it follows and whose blocks it shares.
+            tokens: placeholders, int32 ``[count]``, which no other run behind that one has; left out, those of
+                :func:`placeholders`.
+
+        Raises:
+            InputError: ``count`` is no multiple of the unit, or a group keeps something that is no token's.
+            DoesNotFit: there is no room now; nothing has changed.
+        """
+        if self._manager.leads:
+            assert not isinstance(behind, Sequence)
+            return pin_lead(self._manager, count, behind)
+        assert not isinstance(behind, Lead)
+        return _pin_run(self._manager, count, key, behind, tokens)
+
+    def filled(self, pinned: Sequence | Lead) -> None:
+        """What is pinned is stored now: nothing reclaims it until :meth:`unpin`, but for what windows never read."""
+        if isinstance(pinned, Sequence):
+            # Nothing is to be copied for it itself; what others are to give up stays to be told.
+            self._manager.note_stored(pinned, pinned.pinned)
         self.held.append(pinned)
         self._count()
 
-    def remove(self, pinned: Sequence | Lead) -> bool:
-        """One fewer; False where it was none."""
-        if pinned not in self.held:
-            return False
-        self.held.remove(pinned)
-        self._count()
-        return True
+    def unpin(self, pinned: Sequence | Lead) -> None:
+        """Let a pinned run go: it is reclaimed like any other once nobody uses it, and at once where it is a lead."""
+        filled = pinned in self.held
+        if filled:
+            self.held.remove(pinned)
+            self._count()
+        if isinstance(pinned, Sequence):
+            self._manager.release(pinned, keep=filled)
+            return
+        for group, table in enumerate(pinned.tables):
+            self._manager.arena.drop(group, table)
 
     def _count(self) -> None:
         self.changes += 1
@@ -84,14 +122,14 @@ class Pins:
         return sum(count * size for count, size in zip(self._blocks, self._layout.block_bytes, strict=True))
 
 
-def pin(
+def _pin_run(
     manager: "CacheManager",
     count: int,
     key: PrefixKey,
     behind: Sequence | None,
     tokens: npt.NDArray[np.int32] | None,
 ) -> Sequence:
-    """:meth:`CacheManager.pin`."""
+    """:meth:`Pins.pin` in the tree."""
     unit = manager.unit_tokens
     if count % unit:
         raise InputError(

@@ -98,6 +98,17 @@ class Sequence:
         """Tokens of its lead, while its tables refer to it."""
         return self.first_position if self.begun else 0
 
+    def forget_blocks(self) -> None:
+        """It holds nothing any more, and what is known of it is its prompt from now on."""
+        groups = len(self.tables)
+        self.tables = [NO_BLOCKS] * groups
+        self.given_back = [0] * groups
+        self.dropped = [0] * groups
+        self.node = self.trailing = None
+        self.begun = False
+        self.length = self.in_flight = self.pruned = self.published = self.parting = self.room = 0
+        self.prompt_size = self.size
+
     def append(self, token: int) -> None:
         """One more token is known; its key and value are not stored yet."""
         size = self.size

@@ -181,14 +181,14 @@ class Shelf:
         # The tree finds what it holds already; what stands before sequences is no part of it.
         twins = (held.pin for held in self._pinned if held.digest == cartridge.digest and isinstance(held.pin, Lead))
         twin = next(twins, None)
-        pin = self._cache.pin(cartridge.tokens if twin is None else 0, behind, behind=twin)
+        pin = self._cache.pins.pin(cartridge.tokens if twin is None else 0, behind, behind=twin)
         try:
             if twin is None:
                 self._store(cartridge, pin, 0)
         except BaseException:
-            self._cache.unpin(pin)
+            self._cache.pins.unpin(pin)
             raise
-        self._cache.filled(pin)
+        self._cache.pins.filled(pin)
         self.loaded[name] = found = Loaded(name=name, cartridge=cartridge, pin=pin)
         self._pinned.append(found)
         return found
@@ -311,8 +311,8 @@ class Shelf:
         behind = [placeholders(part.tokens, self._numbers[part.cartridge.digest]) for part in parts[1:]]
         first = parts[0].pin
         key = first.key if isinstance(first, Sequence) else PrefixKey()
-        pin = self._cache.pin(sum(part.size for part in behind), key, behind=first, tokens=np.concatenate(behind))
-        self._cache.filled(pin)
+        pin = self._cache.pins.pin(sum(part.size for part in behind), key, behind=first, tokens=np.concatenate(behind))
+        self._cache.pins.filled(pin)
         found = self._joined[tuple(map(id, parts))] = Joined(parts=parts, pin=pin)
         return found
 
@@ -335,7 +335,7 @@ class Shelf:
         if not held.users:
             del self._joined[tuple(map(id, held.parts))]
             # Nobody finds what was never stored there but lists like this one, which store it again.
-            self._cache.unpin(held.pin)
+            self._cache.pins.unpin(held.pin)
         for part in held.parts:
             part.users -= 1
             self._end(part)
@@ -354,7 +354,7 @@ class Shelf:
     def _end(self, loaded: Loaded) -> None:
         if loaded.leaving and not loaded.users:
             self._pinned = [held for held in self._pinned if held is not loaded]
-            self._cache.unpin(loaded.pin)
+            self._cache.pins.unpin(loaded.pin)
 
     def joined(self) -> list[dict[str, Any]]:
         """Of each list that requests live on its names, tokens, users, and the bytes of what follows the first."""

@@ -59,7 +59,7 @@ def _through_manager(trace: Trace, groups: tuple[Group, ...], layout: ArenaLayou
     future = Future.of(prompts) if reclaim == "optimal" else None
     manager = CacheManager(groups, layout, reclaim=future.order() if future else reclaim)
     hits = refused = refused_tokens = 0
-    longest = manager.longest(int(trace.prompts.max()), int(trace.prompts.max()))
+    longest = manager.promises.longest(int(trace.prompts.max()), int(trace.prompts.max()))
     for index, prompt in enumerate(trace.prompts.tolist()):
         if prompt > longest:
             refused += 1
