@@ -197,7 +197,7 @@ def test_a_request_as_long_as_the_arena_allows_ends(prompt: int, batch_tokens: i
     """Accepted is promised, however the window's few live blocks come to lie."""
     for slabs in range(4, 14):
         made = scheduler(slabs, (FULL_LARGE, WINDOW_SMALL), max_batch_tokens=batch_tokens)
-        if made.longest() <= prompt:
+        if made.admission.longest() <= prompt:
             continue
         for _ in range(2):
             request = made.add("longest", range(prompt))
@@ -205,4 +205,4 @@ def test_a_request_as_long_as_the_arena_allows_ends(prompt: int, batch_tokens: i
                 if not made.has_work():
                     break
                 go(made)
-            assert request.generated == request.max_tokens == made.longest() + 1 - prompt
+            assert request.generated == request.max_tokens == made.admission.longest() + 1 - prompt

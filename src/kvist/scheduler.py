@@ -7,7 +7,6 @@ swapped out and it goes on where it was. A request that could never fit is refus
 """
 
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -16,16 +15,16 @@ from typing import Any, Literal, NamedTuple
 
 import numpy.typing as npt
 
+from kvist.admission import Admission
 from kvist.batch import Batch, Chunk, Request
 from kvist.cache.leads import Lead
 from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
-from kvist.cache.sequence import Compaction, Move, Reservation, Sequence, append_each
+from kvist.cache.sequence import Compaction, Move, Reservation, append_each
 from kvist.cache.traffic import NO_TRAFFIC
 from kvist.errors import DoesNotFit, InputError
 from kvist.planning.capacity import DEFAULT_CHUNK, allocated_bytes
 from kvist.spec.pruning import Pruning
-from kvist.units import format_size
 
 
 class _Attempt(NamedTuple):
@@ -94,6 +93,7 @@ class Scheduler:
         running: requests, oldest first.
         counters: totals.
         tier_hit_tokens: of ``counters.hit_tokens``, by the tier that they were loaded from.
+        admission: whom it takes on.
 
     Raises:
         InputError: ``preempt`` is neither, or there is no tier to swap to, or its bytes are real.
@@ -106,10 +106,9 @@ class Scheduler:
     running: list[Request] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
     tier_hit_tokens: dict[str, int] = field(default_factory=dict)
+    admission: Admission = field(init=False)
     _withdrawn: int = 0
     _stuck: "_Attempt | None" = None
-    # With the number of changes to what is pinned after which it was found.
-    _longest: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.preempt not in ("recompute", "swap"):
@@ -118,21 +117,11 @@ class Scheduler:
             raise InputError("preempt: swap needs a tier to swap to; add one, or use recompute", key="preempt")
         if self.preempt == "swap" and self.manager.moving:
             raise InputError("preempt: swap is simulated, and moves no real bytes; use recompute", key="preempt")
-
-    def longest(self) -> int:
-        """Longest sequence that a request may reach: the context, or what the cache holds of one sequence.
-
-        What is pinned is not counted, whether the request begins with it or not.
-        """
-        changes = self.manager.pins.changes
-        if self._longest is None or self._longest[0] != changes:
-            self._longest = changes, self.manager.promises.longest(self._least_chunk, self.limits.max_context)
-        return self._longest[1]
-
-    @property
-    def _least_chunk(self) -> int:
-        """Tokens to which a prompt's chunk may shrink where windows leave no room for more in flight."""
-        return min(self.limits.max_batch_tokens, self.manager.block_tokens)
+        self.admission = Admission(
+            self.manager,
+            max_context=self.limits.max_context,
+            least_chunk=min(self.limits.max_batch_tokens, self.manager.block_tokens),
+        )
 
     def add(
         self,
@@ -169,88 +158,22 @@ class Scheduler:
             sequence = self.manager.begin(tokens, key)
             sequence.pinned, sequence.apart, sequence.lead = pinned, apart, lead
             sequence.pruning = pruning.of_prompt(sequence.size) if pruning else None
-            return self._add(request_id, sequence, max_tokens)
+            request = Request(request_id, sequence, self.admission.most_to_generate(sequence, max_tokens))
         except (InputError, DoesNotFit):
             self.counters.refused += 1
             raise
-
-    def _add(self, request_id: str, sequence: Sequence, max_tokens: int | None) -> Request:
-        before = sequence.before
-        prompt, context = sequence.size - sequence.pinned, self.limits.max_context - before
-        if prompt == 0:
-            raise InputError("prompt: it has no tokens; at least one is needed", key="prompt")
-        if max_tokens is not None and max_tokens < 1:
-            raise InputError(f"max_tokens: {max_tokens} is too small; at least 1", key="max_tokens")
-        if prompt + (max_tokens or 1) > context:
-            generated = f" and {max_tokens} to generate are {prompt + max_tokens}" if max_tokens else ""
-            raise InputError(
-                f"prompt: {prompt} tokens{generated}; the context is {context} tokens"
-                f"{f' behind the cartridge of {before}' if before else ''}, prompt and answer together: "
-                f"shorten the prompt{f' or lower max_tokens to {context - prompt}' if context > prompt else ''}",
-                key="prompt",
-            )
-        longest = self.longest()
-        # The last generated token is returned, and never stored; what is pinned is there already.
-        stored = prompt + (max_tokens or 1) - 1
-        if not self._fits(sequence, stored):
-            self._refuse(sequence, prompt, stored)
-        request = Request(request_id, sequence, max_tokens or max(1, longest + 1 - prompt))
-        request.max_tokens = min(request.max_tokens, context - prompt)
-        if max_tokens is None and sequence.pinned and sequence.pruning:
-            # Pruning takes what is pinned into blocks of its own.
-            more = range(prompt + 1, prompt + request.max_tokens)
-            request.max_tokens = 1 + bisect_left(more, True, key=lambda stored: not self._fits(sequence, stored))
         self.waiting.append(request)
         self.counters.requests += 1
-        self.counters.prompt_tokens += prompt
+        self.counters.prompt_tokens += request.prompt_tokens - pinned
         return request
-
-    def _fits(self, sequence: Sequence, stored: int) -> bool:
-        """Whether the cache holds a sequence alone, on its way to so many tokens of its own."""
-        pruning, pinned, longest = sequence.pruning, sequence.pinned, self.longest()
-        if pruning is None:
-            return stored <= longest
-        if not pinned:
-            return stored <= longest or self._slabs_pruned(sequence, stored) <= self.manager.layout.num_slabs
-        # Before it is pruned it reads what is pinned; then that, or what is left of it, lies in blocks of its own.
-        before = min(stored, pruning.first - pinned)
-        return before <= longest and self._slabs_pruned(sequence, stored) <= self.manager.layout.num_slabs
-
-    def _slabs_pruned(self, sequence: Sequence, stored: int) -> int:
-        """Slabs that a lone sequence takes which is pruned on its way, beside what is pinned."""
-        pruning, length = sequence.pruning, stored + sequence.pinned
-        assert pruning is not None
-        slots = pruning.slots_after(length) if sequence.pinned else pruning.slots(length)
-        return self.manager.promises.slabs_needed(length, self._least_chunk, slots)
 
     def all_fit(self) -> bool:
         """Whether the cache could still hold each request alone, which something that is pinned may have changed."""
         for request in (*self.running, *(request for request in self.waiting if request.state == "waiting")):
             stored = request.prompt_tokens - request.sequence.pinned + request.max_tokens - 1
-            if not self._fits(request.sequence, stored):
+            if not self.admission.fits(request.sequence, stored):
                 return False
         return True
-
-    def _refuse(self, sequence: Sequence, prompt: int, stored: int) -> None:
-        layout = self.manager.layout
-        chunk = self._least_chunk
-        if stored <= self.longest():
-            needed = format_size(self._slabs_pruned(sequence, stored) * layout.slab_bytes)
-            raise DoesNotFit(
-                f"memory: {prompt} prompt tokens and {stored + 1 - prompt} to generate behind a cartridge of "
-                f"{sequence.pinned} would be pruned together, into blocks of their own: {needed} with the cartridge, "
-                f"and the cache has {format_size(layout.total_bytes)}; keep fewer tokens, or do not prune"
-            )
-        terms = " + ".join(
-            f"{group.peak_blocks(stored, chunk)} blocks x {format_size(group.block_bytes)} ({group.name})"
-            for group in self.manager.groups
-        )
-        slabs = self.manager.promises.slabs_needed(stored, chunk)
-        raise DoesNotFit(
-            f"memory: {prompt} prompt tokens and {stored + 1 - prompt} to generate store {stored} tokens at most: "
-            f"{terms} = {format_size(slabs * layout.slab_bytes)}, and the cache has {format_size(layout.total_bytes)}; "
-            f"it holds {self.longest()} tokens of one sequence"
-        )
 
     def has_work(self) -> bool:
         """Whether a step would find something to do."""
@@ -332,12 +255,12 @@ class Scheduler:
     def _reserve(self, request: Request, budget: int, *, admit: bool = False) -> Reservation:
         """Room for a chunk of ``budget`` tokens, or for as large a part of it as memory allows."""
         sequence = request.sequence
-        chunk = min(budget, sequence.size - sequence.length, self._least_chunk if request.alone else budget)
+        chunk = min(budget, sequence.size - sequence.length, self.admission.least_chunk if request.alone else budget)
         while True:
             reservation = self.manager.reserve(sequence, chunk, admit_chunk=chunk if admit else None)
-            if reservation.granted or chunk <= self._least_chunk or (admit and not self.manager.windows):
+            if reservation.granted or chunk <= self.admission.least_chunk or (admit and not self.manager.windows):
                 return reservation
-            chunk = max(self._least_chunk, chunk // 2)
+            chunk = max(self.admission.least_chunk, chunk // 2)
 
     def _schedule(self, chunks: list[Chunk], request: Request, limit: int) -> int:
         sequence = request.sequence

@@ -39,16 +39,12 @@ class Promises:
         blocks = [group.peak_blocks(tokens, chunk) for group, tokens in zip(self._groups, lengths, strict=True)]
         return self._pins.slabs_with(blocks)
 
-    def fit(self, length: int, chunk: int, slots: int | None = None) -> bool:
-        """Whether the cache has as many slabs as :meth:`slabs_needed` counts."""
-        return self.slabs_needed(length, chunk, slots) <= self._layout.num_slabs
-
     def longest(self, chunk: int, limit: int) -> int:
         """Longest sequence, in tokens and up to ``limit``, that would fit alone with ``chunk`` tokens in flight."""
         low, high = 0, limit + 1
         while high - low > 1:
             middle = (low + high) // 2
-            if self.fit(middle, chunk):
+            if self.slabs_needed(middle, chunk) <= self._layout.num_slabs:
                 low = middle
             else:
                 high = middle

@@ -175,7 +175,7 @@ class Engine:
     @property
     def max_context(self) -> int:
         """Most tokens, prompt and answer together, that a request may have."""
-        return min(self.scheduler.limits.max_context, self.scheduler.longest() + 1)
+        return min(self.scheduler.limits.max_context, self.scheduler.admission.longest() + 1)
 
     def context_behind(self, cartridge: str | Sequence[str]) -> int:
         """Most tokens, prompt and answer together, that a request may have behind a cartridge, or several.
@@ -185,7 +185,7 @@ class Engine:
         """
         with self._lock:
             tokens = self.shelf.tokens(names_of(cartridge))
-            return min(self.scheduler.limits.max_context - tokens, self.scheduler.longest() + 1)
+            return min(self.scheduler.limits.max_context - tokens, self.scheduler.admission.longest() + 1)
 
     @property
     def cache_tokens(self) -> int:
