@@ -12,10 +12,11 @@ from kvist.cartridges.self_study import Writer
 from kvist.comparison.journal import Journal, digest
 from kvist.comparison.measure import ANSWER, Reference, Row, measure
 from kvist.comparison.questions import DEPTHS, Piece, asked_of, pieces_of
-from kvist.comparison.reader import Reader, stored_groups
+from kvist.comparison.reader import Reader
 from kvist.comparison.settings import Setting
 from kvist.engine.loading import best_dtype, with_weights
 from kvist.engine.machine import machine_memory
+from kvist.engine.stored import stored_format, stored_groups
 from kvist.engine.tokenizer import Tokenizer
 from kvist.errors import DoesNotFit, InputError
 from kvist.model.fingerprints import model_digest
@@ -267,18 +268,22 @@ def _for_model(
     Raises:
         InputError: one is not for this model, and nobody was lenient.
     """
-    full = [group.block_bytes for group in stored_groups(spec, None, dtype)]
+    full = [group.block_bytes for group in stored_groups(spec, stored_format(None, dtype), dtype)]
     wanted: list[Setting] = []
     left_out: dict[str, str] = {}
     for setting in dict.fromkeys(settings):
         try:
-            groups = stored_groups(spec, setting.format, dtype, setting.cartridge_format)
+            groups = stored_groups(
+                spec, stored_format(setting.format, dtype), dtype, cartridge_format=setting.cartridge_format
+            )
+            # Refuses widths that are no whole groups.
+            sizes = [group.block_bytes for group in groups]
             if setting.pruning is not None and (why := cannot_prune(groups)):
                 raise InputError(
                     f"evict: {spec.name} keeps nothing that {setting.pruning} could prune: {why}", key="evict"
                 )
             shrunk = setting.pruning is not None or setting.cartridge is not None
-            if lenient and not shrunk and [group.block_bytes for group in groups] == full:
+            if lenient and not shrunk and sizes == full:
                 raise InputError(f"format: {spec.name} keeps nothing that it would store in other bytes", key="format")
         except InputError as error:
             if not lenient:

@@ -10,16 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvist.batch import Chunk, Request
-from kvist.cache.grouping import DEFAULT_BLOCK_TOKENS, groups_of
-from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
-from kvist.cache.lead_groups import lead_groups
 from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
 from kvist.cache.sequence import Sequence
 from kvist.engine.cartridges import Shelf
 from kvist.engine.pruner import Pruner
 from kvist.engine.runner import Runner
+from kvist.engine.stored import stored_format, stored_groups
 from kvist.engine.tokenizer import Tokenizer
 from kvist.errors import DoesNotFit
 from kvist.planning.capacity import allocated_bytes
@@ -28,28 +26,9 @@ from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
 from kvist.spec.pruning import Pruning
 from kvist.store.cartridge_file import Cartridge
-from kvist.store.layouts import check_format
 
 CHUNK = 512
 """Tokens of a prompt that are computed at once."""
-
-
-def stored_groups(
-    spec: ModelSpec, fmt: CacheFormat | None, dtype: str, cartridge_format: CacheFormat | None = None
-) -> tuple[Group, ...]:
-    """The groups of a model whose cache has this format; None: the type of computation, and for cartridges this format.
-
-    Raises:
-        InputError: the model or the engine does not store it so.
-    """
-    stored = (fmt or CacheFormat(key=dtype, value=dtype)).computed_in(dtype)
-    groups = groups_of(spec.computed_in(dtype), stored)
-    if cartridge_format is not None:
-        groups += lead_groups(spec, cartridge_format, DEFAULT_BLOCK_TOKENS)
-    for group in groups:
-        check_format(group)
-        group.block_bytes  # noqa: B018 (refuses widths that are no whole groups)
-    return groups
 
 
 class Reader:
@@ -77,7 +56,7 @@ class Reader:
         cartridges: Mapping[str, Cartridge] | None = None,
         cartridge_format: CacheFormat | None = None,
     ) -> None:
-        groups = stored_groups(spec, fmt, dtype, cartridge_format)
+        groups = stored_groups(spec, stored_format(fmt, dtype), dtype, cartridge_format=cartridge_format)
         # A prompt, what stays of it, and what is asked behind it; and for every group a slab that is not full.
         trained = [cartridge.tokens for cartridge in (cartridges or {}).values()]
         lengths = [most, most, most, *trained]

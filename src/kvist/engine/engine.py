@@ -15,39 +15,41 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvist.batch import Batch, Request
-from kvist.cache.grouping import DEFAULT_BLOCK_TOKENS, groups_of
-from kvist.cache.groups import cannot_prune
+from kvist.batch import Batch
+from kvist.cache.grouping import DEFAULT_BLOCK_TOKENS
 from kvist.cache.layout import ArenaLayout
-from kvist.cache.lead_groups import lead_groups
 from kvist.cache.manager import CacheManager
 from kvist.cache.prefix import PrefixKey
 from kvist.cache.tier import Tier
 from kvist.engine.account import Account
 from kvist.engine.answer import Answer, Event, FinishReason
-from kvist.engine.cartridges import Joined, Loaded, Shelf, names_of, stays_whole
-from kvist.engine.generation import Generation
-from kvist.engine.loading import DEFAULT_MODEL, DTYPES, best_dtype, with_weights
-from kvist.engine.pruner import Pruner
+from kvist.engine.behind import BehindCartridges
+from kvist.engine.cartridges import Shelf, stays_whole
+from kvist.engine.generation import Generation, check_ids
+from kvist.engine.loading import DEFAULT_MODEL, with_weights
+from kvist.engine.outbox import Outbox
+from kvist.engine.pruner import Pruner, pruning_of
 from kvist.engine.runner import Runner
 from kvist.engine.sampler import Sampled, Sampler, SamplingParams
-from kvist.engine.tiers import TierBytes, check_capacities, tiers_of
+from kvist.engine.snapshot import snapshot
+from kvist.engine.stored import compute_type, stored_format, stored_groups
+from kvist.engine.throughput import Throughput
+from kvist.engine.tiers import TierBytes, check_tiers, tiers_of
+from kvist.engine.together import answer_together
 from kvist.engine.tokenizer import Tokenizer
-from kvist.errors import DoesNotFit, EngineFailure, InputError, UnsupportedModel
+from kvist.errors import EngineFailure, InputError
 from kvist.model.families import network_of
-from kvist.planning.capacity import DEFAULT_CHUNK, most_that_fit
+from kvist.planning.capacity import DEFAULT_CHUNK, tokens_at_fullest
 from kvist.scheduler import Limits, Scheduler
-from kvist.spec.formats import CacheFormat, require_format
+from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
 from kvist.spec.pruning import Pruning
 from kvist.store.cartridge_file import Cartridge
-from kvist.store.layouts import check_format
 from kvist.units import parse_size
 
 _log = logging.getLogger("kvist")
@@ -100,39 +102,29 @@ class Engine:
         tiers: Sequence[Tier | str] | Tier | str = (),
         tier_directory: str | Path | None = None,
     ) -> None:
-        if dtype is not None and dtype not in DTYPES:
-            raise InputError(f"dtype: {dtype!r} is not a compute type; choose one of {', '.join(DTYPES)}", key="dtype")
+        self.dtype = compute_type(dtype)
         if format is not None and not isinstance(format, CacheFormat):
             raise InputError(f"format: {format!r}; write kvist.CacheFormat(key=…, value=…)", key="format")
         spec = model if isinstance(model, ModelSpec) else ModelSpec.read(model)
         network_of(spec)
-        if dtype == "f16" and str(spec.config["model_type"]).startswith("gemma"):
+        if self.dtype == "f16" and str(spec.config["model_type"]).startswith("gemma"):
             raise InputError("dtype: Gemma's activations overflow f16; choose bf16 or f32", key="dtype")
         if max_context is not None and not 1 <= max_context <= spec.max_context:
             raise InputError(
                 f"max_context: {max_context}; {spec.name} was made for 1 to {spec.max_context} tokens",
                 key="max_context",
             )
-        self.dtype = dtype or best_dtype()
-        self.format = (format or CacheFormat(key=self.dtype, value=self.dtype)).computed_in(self.dtype)
-        self.groups = groups_of(spec.computed_in(self.dtype), self.format, block_tokens)
-        if cartridge_format is not None:
-            self.groups += lead_groups(spec, require_format(cartridge_format, key="cartridge_format"), block_tokens)
-        for group in self.groups:
-            check_format(group)
+        self.format = stored_format(format, self.dtype)
+        self.groups = stored_groups(
+            spec, self.format, self.dtype, block_tokens=block_tokens, cartridge_format=cartridge_format
+        )
         self.spec = spec
-        self.evict = self._pruning(evict)
+        self.evict = pruning_of(evict, spec, self.groups)
         if self.evict is not None and cartridge_format is not None:
             raise stays_whole(self.evict)
         layout = ArenaLayout.of(self.groups, parse_size(memory, key="memory"))
         behind = tiers_of(tiers)
-        check_capacities(behind, self.groups)
-        if behind and not (prefix_cache and reuse):
-            raise InputError("tier: it keeps prefixes, and nothing keeps any here; leave it out", key="tier")
-        if tier_directory is not None and not any(tier.name == "disk" for tier in behind):
-            raise InputError(
-                "tier_directory: there is no tier on a disk; add one, such as disk=20GiB", key="tier_directory"
-            )
+        check_tiers(behind, self.groups, prefixes=prefix_cache and reuse, directory=tier_directory)
         limits = Limits(
             max_running=max_running, max_batch_tokens=max_batch_tokens, max_context=max_context or spec.max_context
         )
@@ -151,19 +143,17 @@ class Engine:
             raise EngineFailure(
                 f"{layout.total_bytes} bytes of cache were planned, {self.runner.arena_bytes} allocated"
             )
-        if away and away.allocated_bytes != sum(tier.capacity_bytes for tier in behind):
-            raise EngineFailure(f"{away.allocated_bytes} bytes of tiers were allocated, others planned: {behind}")
         self.reuse = reuse
         self.started = time.time()
         self._generations: dict[str, Generation] = {}
         self._aborts: set[str] = set()
         self._ids = itertools.count(1)
-        self._events: deque[tuple[Generation, Event]] = deque()
+        self._outbox = Outbox()
         self.shelf = Shelf(limited, self.tokenizer, self.runner, self.cache)
-        self._on_cartridges: dict[str, Loaded | Joined] = {}
+        self._behind = BehindCartridges(self.shelf, self.scheduler)
         self._lock = threading.RLock()
         self._stepping = threading.Lock()
-        self._recent: deque[tuple[float, int]] = deque(maxlen=256)
+        self.throughput = Throughput()
         for name, file in (cartridges or {}).items():
             self.load_cartridge(name, file)
 
@@ -184,23 +174,12 @@ class Engine:
             InputError: there is none of this name.
         """
         with self._lock:
-            tokens = self.shelf.tokens(names_of(cartridge))
-            return min(self.scheduler.limits.max_context - tokens, self.scheduler.admission.longest() + 1)
+            return self._behind.context(cartridge)
 
     @property
     def cache_tokens(self) -> int:
         """Tokens of the full groups, or of the first where there is none, that the arena would hold at its fullest."""
-        layout = self.cache.layout
-        full = [index for index, group in enumerate(self.groups) if group.keeps_all] or [0]
-        blocks = [group.peak_blocks(self.max_context, 1) for group in self.groups]
-
-        def fits(tokens: int) -> bool:
-            for index in full:
-                blocks[index] = -(-tokens // self.groups[index].block_tokens)
-            return layout.slabs_for(blocks) <= layout.num_slabs
-
-        most = min(layout.num_slabs * layout.blocks_per_slab[index] * self.groups[index].block_tokens for index in full)
-        return most_that_fit(fits, most)
+        return tokens_at_fullest(self.groups, self.cache.layout, self.max_context)
 
     # -- cartridges -----------------------------------------------------------------------------------------
 
@@ -213,13 +192,7 @@ class Engine:
             DoesNotFit: there is no room for it now.
         """
         with self._stepping, self._lock:
-            self.shelf.load(name, Path(file) if isinstance(file, str) else file, self.prefix_key(""))
-            if not self.scheduler.all_fit():
-                self.shelf.unload(name)
-                raise DoesNotFit(
-                    f"memory: {name} would take what requests before it have been promised; load it later, or give the "
-                    f"cache more"
-                )
+            self._behind.load(name, file, self.prefix_key(""))
 
     def unload_cartridge(self, name: str) -> None:
         """Take a trained cache off; those who live on it finish, and then its blocks go back.
@@ -258,86 +231,22 @@ class Engine:
             UnsupportedModel: several cartridges, and keys of this model cannot be turned to follow others.
             DoesNotFit: it could never fit; the message shows the sum. Or there is no room for a second cartridge now.
         """
-        vocabulary: int = self.spec.config["vocab_size"]
-        for token in prompt:
-            if type(token) is not int or not 0 <= token < vocabulary:
-                raise InputError(
-                    f"prompt: token id {token!r} is not a whole number in 0 … {vocabulary - 1}", key="prompt"
-                )
+        check_ids(prompt, self.spec.config["vocab_size"])
         key = self.prefix_key(cache_salt)
-        pruning = self.evict if evict is None else self._pruning(evict)
+        pruning = self.evict if evict is None else pruning_of(evict, self.spec, self.groups)
         with self._lock:
             request_id = f"request-{next(self._ids)}"
             if cartridge is None:
                 request = self.scheduler.add(request_id, list(prompt), params.max_tokens, key, pruning)
             else:
-                request = self._add_behind(names_of(cartridge), request_id, prompt, params.max_tokens, key, pruning)
+                request = self._behind.add(cartridge, request_id, prompt, params.max_tokens, key, pruning)
             try:
                 self._generations[request.id] = Generation(request, params, self.tokenizer, on_event)
             except BaseException:
                 self.scheduler.finish(request)
-                self._let_go(request)
+                self._behind.let_go(request.id)
                 raise
         return request.id
-
-    def _pruning(self, evict: Pruning | str | None) -> Pruning | None:
-        """What is asked for, where the model can be pruned.
-
-        Raises:
-            InputError: it is written otherwise, or the model keeps nothing that can be pruned.
-        """
-        pruning = Pruning.read(evict) if isinstance(evict, str) else evict
-        if not isinstance(pruning, Pruning | None):
-            raise InputError(f"evict: {evict!r}; write h2o:0.5, snapkv:512, streaming:4+1020 or none", key="evict")
-        if pruning is not None and (why := cannot_prune(self.groups)):
-            raise UnsupportedModel(
-                f"evict: {self.spec.name} keeps nothing that {pruning} could prune: {why}", key="evict"
-            )
-        return pruning
-
-    def _add_behind(
-        self,
-        names: Sequence[str],
-        request_id: str,
-        prompt: Sequence[int],
-        max_tokens: int | None,
-        key: PrefixKey,
-        pruning: Pruning | None,
-    ) -> Request:
-        """Queue a prompt behind cartridges.
-
-        What a tenant says behind them is shared with nobody, itself included, where they are pinned in the tree.
-        """
-        if pruning is not None and self.cache.leads:
-            raise stays_whole(pruning)
-        held = self.shelf.hold(names)
-        try:
-            if isinstance(held, Joined) and not self.scheduler.all_fit():
-                raise DoesNotFit(
-                    f"memory: {' + '.join(names)} would take what requests before this one have been promised; ask "
-                    f"again later, or give the cache more"
-                )
-            begin = self.shelf.beginning(held, key)
-            request = self.scheduler.add(
-                request_id,
-                [*begin.tokens.tolist(), *prompt],
-                max_tokens,
-                begin.key,
-                pruning,
-                pinned=begin.tokens.size,
-                lead=begin.lead,
-                apart=bool(key.salt) and begin.lead is None,
-            )
-        except BaseException:
-            self.shelf.let_go(held)
-            raise
-        self._on_cartridges[request_id] = held
-        return request
-
-    def _let_go(self, request: Request) -> None:
-        held = self._on_cartridges.pop(request.id, None)
-        if held is not None:
-            self.shelf.let_go(held)
 
     def prefix_key(self, cache_salt: str) -> PrefixKey:
         """What a prompt must have in common with another, beside its tokens, to share its prefix."""
@@ -380,37 +289,7 @@ class Engine:
             params = SamplingParams.of(sampling)
         elif sampling:
             raise InputError(f"{next(iter(sampling))}: give params or single fields, not both", key="params")
-        if isinstance(prompts, str | bytes):
-            raise InputError(
-                "prompts: one text was given; give a list of texts or of lists of token ids", key="prompts"
-            )
-        answers: list[Answer] = []
-        ids: list[str] = []
-        try:
-            for prompt in prompts:
-                if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
-                    raise InputError(f"prompt: {prompt!r} is neither a text nor a list of token ids", key="prompt")
-                tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-                answer = Answer(prompt_tokens=len(tokens))
-                ids.append(
-                    self.submit(
-                        tokens, params, cache_salt=cache_salt, evict=evict, cartridge=cartridge, on_event=answer.add
-                    )
-                )
-                answers.append(answer)
-            while any(answer.finish_reason is None for answer in answers):
-                self.step()
-        except BaseException:
-            for request_id in ids:
-                self.abort(request_id)
-            with self._lock:
-                self._apply_aborts()
-            self._deliver()
-            raise
-        failed = next((answer for answer in answers if answer.finish_reason == "error"), None)
-        if failed:
-            raise EngineFailure(failed.error or "a step failed")
-        return answers
+        return answer_together(self, prompts, params, cache_salt=cache_salt, evict=evict, cartridge=cartridge)
 
     # -- steps ----------------------------------------------------------------------------------------------
 
@@ -420,11 +299,11 @@ class Engine:
             try:
                 return self._step()
             finally:
-                self._deliver()
+                self._outbox.deliver(self.abort)
 
     def _step(self) -> Batch:
         with self._lock:
-            self._apply_aborts()
+            self._end_aborted()
             self._forget_torn()
         batch = Batch([], [])
         try:
@@ -459,7 +338,7 @@ class Engine:
         with self._lock:
             self.runner.copy(self.scheduler.commit(batch))
             self.pruner.prune(batch.chunks)
-            self._recent.append((time.perf_counter(), len(sampled)))
+            self.throughput.add(len(sampled))
             for generation, token in zip(sampling, sampled, strict=True):
                 self._take(generation, token)
         return batch
@@ -479,7 +358,7 @@ class Engine:
             return
         if not self.reuse:
             self.cache.release(generation.request.sequence, keep=False)
-        self._events.append((generation, event))
+        self._outbox.put(generation, event)
 
     def _end(self, generation: Generation, event: Event) -> None:
         """A request is over: its account is taken, and its blocks go back before anyone hears of it."""
@@ -487,23 +366,18 @@ class Engine:
         account = Account.of(request, self.cache)
         self.scheduler.finish(request)
         self.pruner.forget(request.id)
-        self._let_go(request)
+        self._behind.let_go(request.id)
         del self._generations[request.id]
         self._aborts.discard(request.id)
-        self._events.append((generation, replace(event, account=account.to_dict(), timing=generation.timing())))
+        self._outbox.put(generation, replace(event, account=account.to_dict(), timing=generation.timing()))
 
-    def _deliver(self) -> None:
-        """Tell the listeners, without the lock: they may call back from any thread."""
-        while self._events:
-            generation, event = self._events.popleft()
-            try:
-                generation.on_event(event)
-            except Exception:
-                # Whoever asked is gone; the others go on.
-                _log.exception("a listener of %s failed", generation.request.id)
-                self.abort(generation.request.id)
+    def apply_aborts(self) -> None:
+        """End the requests that are to be aborted without another step, and tell whoever waits for them."""
+        with self._lock:
+            self._end_aborted()
+        self._outbox.deliver(self.abort)
 
-    def _apply_aborts(self) -> None:
+    def _end_aborted(self) -> None:
         for request_id in self._aborts & self._generations.keys():
             self._end(self._generations[request_id], Event(finish_reason="abort"))
         self._aborts.clear()
@@ -513,30 +387,11 @@ class Engine:
         with self._lock:
             for generation in list(self._generations.values()):
                 self._end(generation, Event(finish_reason=reason, error=error))
-        self._deliver()
+        self._outbox.deliver(self.abort)
 
     # -- look -----------------------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
         """Where every block is; what ``/cache`` shows."""
         with self._lock:
-            seen = self.scheduler.snapshot(self.tokenizer.decode)
-            if self.runner.tiers:
-                seen["tiers"] = self.runner.tiers.snapshot(seen["tiers"], self.scheduler.tier_hit_tokens)
-            return {
-                "model": self.model_id,
-                "format": self.format.to_dict(),
-                "dtype": self.dtype,
-                "evict": str(self.evict or "none"),
-                "uptime_seconds": time.time() - self.started,
-                **seen,
-                "cartridges": self.shelf.snapshot(),
-                "joined": self.shelf.joined(),
-                "speed": {"tokens_per_second": self._tokens_per_second()},
-            }
-
-    def _tokens_per_second(self) -> float:
-        """Generated tokens over the last ten seconds."""
-        now = time.perf_counter()
-        recent = [(then, count) for then, count in self._recent if now - then < 10]
-        return sum(count for _, count in recent) / max(now - recent[0][0], 1e-3) if len(recent) > 1 else 0.0
+            return snapshot(self)

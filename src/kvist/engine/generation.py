@@ -1,7 +1,7 @@
 """One request's way from sampled tokens to text: detokenisation, stop conditions, timing."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvist.batch import Request
@@ -9,6 +9,18 @@ from kvist.engine.answer import Event, FinishReason, TokenLogprob
 from kvist.engine.sampler import Sampled, Sampler, SamplingParams
 from kvist.engine.stream import StopMatcher
 from kvist.engine.tokenizer import Tokenizer
+from kvist.errors import InputError
+
+
+def check_ids(prompt: Sequence[int], vocabulary: int) -> None:
+    """See that a prompt is token ids of a vocabulary of this size.
+
+    Raises:
+        InputError: one is not.
+    """
+    for token in prompt:
+        if type(token) is not int or not 0 <= token < vocabulary:
+            raise InputError(f"prompt: token id {token!r} is not a whole number in 0 … {vocabulary - 1}", key="prompt")
 
 
 class Generation:

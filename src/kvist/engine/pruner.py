@@ -16,15 +16,33 @@ import torch
 from torch import Tensor
 
 from kvist.batch import Chunk, Request
+from kvist.cache.groups import Group, cannot_prune
 from kvist.cache.sequence import Sequence
 from kvist.engine.runner import Runner
+from kvist.errors import InputError, UnsupportedModel
 from kvist.kernels.attention import PagedMemory
 from kvist.kernels.cpu import PagedAttention
 from kvist.kernels.leading import LedAttention, LedMemory
 from kvist.kernels.pruning import Observed, Weighing, select
 from kvist.scheduler import Scheduler
-from kvist.spec.pruning import SLACK, PruningPlan
+from kvist.spec.model import ModelSpec
+from kvist.spec.pruning import SLACK, Pruning, PruningPlan
 from kvist.store.layouts import Index
+
+
+def pruning_of(evict: Pruning | str | None, spec: ModelSpec, groups: Seq[Group]) -> Pruning | None:
+    """What is asked for, where a model that is stored in these groups can be pruned.
+
+    Raises:
+        InputError: it is written otherwise.
+        UnsupportedModel: the model keeps nothing that can be pruned.
+    """
+    pruning = Pruning.read(evict) if isinstance(evict, str) else evict
+    if not isinstance(pruning, Pruning | None):
+        raise InputError(f"evict: {evict!r}; write h2o:0.5, snapkv:512, streaming:4+1020 or none", key="evict")
+    if pruning is not None and (why := cannot_prune(groups)):
+        raise UnsupportedModel(f"evict: {spec.name} keeps nothing that {pruning} could prune: {why}", key="evict")
+    return pruning
 
 
 class Pruner:

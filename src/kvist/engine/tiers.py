@@ -24,7 +24,7 @@ from kvist.cache.groups import Group, unit_of
 from kvist.cache.places import DEVICE, Transfer
 from kvist.cache.tier import Tier
 from kvist.engine.machine import machine_memory, zeros
-from kvist.errors import DoesNotFit, InputError
+from kvist.errors import DoesNotFit, EngineFailure, InputError
 from kvist.model_files import cache_dir
 from kvist.units import format_size
 
@@ -55,11 +55,18 @@ def tiers_of(given: object) -> tuple[Tier, ...]:
     return tuple(tiers)
 
 
-def check_capacities(tiers: Seq[Tier], groups: Seq[Group]) -> None:
-    """See that each tier holds a block of the prefix.
+def check_tiers(tiers: Seq[Tier], groups: Seq[Group], *, prefixes: bool, directory: str | Path | None) -> None:
+    """See that the tiers of an engine are of use, and that each holds a block of the prefix.
+
+    Args:
+        tiers: as they are asked for.
+        groups: of what is stored.
+        prefixes: whether the engine keeps any.
+        directory: where the disk's file is to be put, if it is said.
 
     Raises:
-        DoesNotFit: one does not.
+        DoesNotFit: one does not hold a block.
+        InputError: there is nothing for them to keep, or no disk for the directory.
     """
     unit = unit_of(groups)
     paged = [group for group in groups if group.fixed_blocks is None and group.lifetime != "tail"]
@@ -71,6 +78,12 @@ def check_capacities(tiers: Seq[Tier], groups: Seq[Group]) -> None:
                 f"tier: {tier.name}={format_size(tier.capacity_bytes)} does not hold one block of {unit} tokens; "
                 f"at least {format_size(least)}"
             )
+    if tiers and not prefixes:
+        raise InputError("tier: it keeps prefixes, and nothing keeps any here; leave it out", key="tier")
+    if directory is not None and not any(tier.name == "disk" for tier in tiers):
+        raise InputError(
+            "tier_directory: there is no tier on a disk; add one, such as disk=20GiB", key="tier_directory"
+        )
 
 
 class Store(Protocol):
@@ -242,6 +255,7 @@ class TierBytes:
 
     Raises:
         InputError, DoesNotFit: the machine or the directory does not have as much.
+        EngineFailure: something else was allocated than was asked for.
     """
 
     def __init__(self, tiers: Seq[Tier], arena_bytes: int, directory: str | Path | None = None) -> None:
@@ -262,6 +276,9 @@ class TierBytes:
         for tier in tiers:
             size = tier.capacity_bytes
             self.stores.append(Disk(size, place) if tier.name == "disk" else Host(size))
+        planned = sum(tier.capacity_bytes for tier in tiers)
+        if self.allocated_bytes != planned:
+            raise EngineFailure(f"{planned} bytes of tiers were planned, {self.allocated_bytes} allocated")
 
     @property
     def allocated_bytes(self) -> int:

@@ -170,6 +170,23 @@ def capacity_of(
     )
 
 
+def tokens_at_fullest(groups: Sequence[Group], layout: ArenaLayout, context: int) -> int:
+    """Tokens of the groups that keep all, or of the first where there is none, that the arena holds at its fullest.
+
+    Every other group has what one sequence of ``context`` tokens takes of it.
+    """
+    full = [index for index, group in enumerate(groups) if group.keeps_all] or [0]
+    blocks = [group.peak_blocks(context, 1) for group in groups]
+
+    def fits(tokens: int) -> bool:
+        for index in full:
+            blocks[index] = -(-tokens // groups[index].block_tokens)
+        return layout.slabs_for(blocks) <= layout.num_slabs
+
+    most = min(layout.num_slabs * layout.blocks_per_slab[index] * groups[index].block_tokens for index in full)
+    return most_that_fit(fits, most)
+
+
 def _encoder_bytes(group: Group) -> int:
     """Logical bytes that a sequence keeps of its encoder in a group."""
     match group.layer:
