@@ -26,7 +26,7 @@ from serving import machine
 
 from kvist.cache.grouping import groups_of
 from kvist.engine.engine import Engine
-from kvist.engine.tiers import Disk
+from kvist.engine.tier_memory import Disk
 from kvist.spec.formats import CacheFormat
 from kvist.spec.model import ModelSpec
 from kvist.units import format_size
