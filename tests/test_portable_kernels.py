@@ -297,6 +297,16 @@ def test_many_queries_of_one_head(kernels, generator):
     check(kernels, cache, generator=generator)
 
 
+@pytest.mark.parametrize("repeats", [1, 2, 4, 6, 7, 8, 9, 10, 11, 13])
+def test_any_number_of_queries_meets_a_key(kernels, repeats, generator):
+    """Few at a time meet it as it is stored, more of them unpacked, in rows of six and what is left."""
+    for key, value in [("bf16", "f16"), ("f32", "fp8"), ("int8", "int4"), ("int4", "int8"), ("int4a", "int4a")]:
+        cache = Cache(
+            [(39, 1), (200, 1)], key=key, value=value, shape=(repeats, 2, 96), block_tokens=32, generator=generator
+        )
+        check(kernels, cache, generator=generator)
+
+
 def test_sinks_far_above_and_below_all_scores(kernels, generator):
     cache = Cache([(20, 5), (700, 1)], key="bf16", value="f16", shape=(2, 2, 64), generator=generator)
     check(kernels, cache, sinks=torch.tensor([[90.0, -90.0], [-300.0, 300.0]]), generator=generator)

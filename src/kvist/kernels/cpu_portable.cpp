@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__aarch64__)
 #include <arm_neon.h>
@@ -19,6 +20,12 @@ namespace kvist::portable::baseline {
 #include "cpu_portable_vectors.h"
 
 #include "cpu_portable_codecs.h"
+
+#include "cpu_portable_store.h"
+
+#include "cpu_portable_tiles.h"
+
+#include "cpu_portable_few.h"
 
 #include "cpu_portable_attention.h"
 

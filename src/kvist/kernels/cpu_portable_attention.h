@@ -1,34 +1,17 @@
 // Attention over blocks of any codec, in float32. Included inside a namespace, once a build.
 //
-//     scores   S [queries, keys]   = Q x K^T      keys are read 32 at a time, for all queries of a job
-//     output   O [queries, dim]   += P x V        values without scales likewise
-//              O^T a group of 32  += C^T x (P s)  of values with scales the codes as they are, 128 tokens of 32 dims at a
-//                                                 time; the scale goes into the weights, the least value into a sum
+//     scores   S [queries, keys]   = Q x K^T
+//     output   O [queries, dim]   += P x V
+//
+// 128 keys at a time. Few queries meet keys and values as they are stored; of values with scales the codes, whose scale
+// goes into the weights and whose least value into a sum. For many, keys and values are unpacked once, keys as columns.
 //
 // Running maxima and sums follow FlashAttention-2 (arXiv:2307.08691).
 
-constexpr int kKeys = 128;  // of one pass
-constexpr int kTile = 32;   // keys, or values, read at a time
+constexpr int kFew = 8;  // queries that are few
+constexpr int kTurned = 2 * KVIST_LANES < 16 ? 16 : 2 * KVIST_LANES;  // keys that are turned at a time
 constexpr float kHidden = -1e30f;
 constexpr float kLog2E = 1.44269504f;
-
-static void load_row(Type type, const void* from, std::int64_t first, int count, float* to) {
-    for (int d = 0; d < count; d += kLanes) {
-        if (type == Type::kFloat32) store(to + d, load(static_cast<const float*>(from) + first + d));
-        if (type == Type::kBfloat16) store(to + d, load_bf16(static_cast<const bf16*>(from) + first + d));
-        if (type == Type::kFloat16) store(to + d, load_f16(static_cast<const std::uint16_t*>(from) + first + d));
-    }
-}
-
-static void store_row(Type type, void* to, std::int64_t first, int count, const float* from, float factor) {
-    if (type == Type::kFloat32) {
-        for (int d = 0; d < count; ++d) static_cast<float*>(to)[first + d] = from[d] * factor;
-    } else if (type == Type::kBfloat16) {
-        for (int d = 0; d < count; ++d) static_cast<bf16*>(to)[first + d] = to_bf16(from[d] * factor);
-    } else {
-        for (int d = 0; d < count; ++d) static_cast<std::uint16_t*>(to)[first + d] = to_f16(from[d] * factor);
-    }
-}
 
 // What a thread works in, for as long as it lives.
 static Buffer& of_this_thread() {
@@ -39,12 +22,14 @@ static Buffer& of_this_thread() {
 class Job {
   public:
     Job(const Plan& plan, const Segment& segment, const Call& call)
-        : plan_(plan), segment_(segment), shape_(segment.geometry), arena_(segment.layer(call.slot)), call_(call), keys_{shape_.key, shape_.block_tokens, shape_.dim},
-          values_{shape_.value, shape_.block_tokens, shape_.dim} {}
+        : plan_(plan), segment_(segment), shape_(segment.geometry), arena_(segment.layer(call.slot)), call_(call),
+          keys_{shape_.key, shape_.block_tokens, shape_.dim}, values_{shape_.value, shape_.block_tokens, shape_.dim} {}
 
-    void run(const Unit& unit, int head, float* partials) {
+    // Heads `first_head … first_head + heads - 1`. All of them meet 128 keys, which lie side by side, before the next.
+    void run(const Unit& unit, int first_head, int heads, float* partials) {
         unit_ = &unit;
-        head_ = head;
+        first_head_ = first_head;
+        heads_ = heads;
         queries_ = (unit.end_row - unit.first_row) * shape_.repeats;
         reserve();
         std::int64_t least = segment_.seen[unit.first_row], most = least;
@@ -55,32 +40,63 @@ class Job {
         begin_ = unit.first_key;
         end_ = std::min(unit.end_key, most + 1);
         if (plan_.window > 0) begin_ = std::max(begin_, least - plan_.window + 1);
-        read_queries();
+        each_head([&] { read_queries(); });
         // Tokens before the first that counts lie in the same block, and were written.
-        for (std::int64_t key = begin_ / 16 * 16; key < end_; key += kKeys) pass(key);
-        write(partials);
+        for (std::int64_t key = begin_ / 16 * 16; key < end_; key += kKeys) each_head([&] { pass(key); });
+        each_head([&] { write(partials); });
     }
 
   private:
     void reserve() {
         const std::int64_t n = queries_, dim = shape_.dim;
-        const std::int64_t tile = std::max<std::int64_t>(kTile * dim, kGroup * kKeys);
-        float** const arrays[] = {&q_, &out_, &scores_, &weights_, &tile_, &scale_, &least_, &max_, &sum_};
-        const std::int64_t sizes[] = {n * dim, n * dim, n * kKeys, n * kKeys, tile, kKeys, kKeys, n, n};
+        const bool few = n <= kFew;
+        struct Array {
+            float** at;
+            std::int64_t floats;
+        };
+        const std::int64_t all = heads_ * n;
+        const Array arrays[] = {
+            {&all_q_, all * dim},
+            {&all_out_, all * dim},
+            {&all_max_, all},
+            {&all_sum_, all},
+            {&scores_, n * kKeys},
+            {&weights_, few ? n * kKeys : 0},
+            {&columns_, few ? 0 : kTurned * dim},
+            {&rows_, few ? 0 : kKeys * stride()},
+            {&scale_, std::max(std::max<std::int64_t>(kKeys, 2 * dim), std::int64_t{kSixteen} * scale_step(keys_))},
+            {&least_, kKeys},
+        };
         // Sanitized, an array's end is one.
         constexpr std::int64_t kFence = kSanitized ? kLanes : 0;
         std::int64_t floats = 0;
-        for (const std::int64_t size : sizes) floats += size + kFence;
+        for (const Array& array : arrays) floats += array.floats + kFence;
         const auto bytes = sizeof(float) * static_cast<std::size_t>(floats);
         auto* at = static_cast<float*>(of_this_thread().reserve(bytes));
         permit(at, bytes);
-        for (int i = 0; i < 9; ++i) {
-            *arrays[i] = at;
-            at += sizes[i];
+        for (const Array& array : arrays) {
+            *array.at = at;
+            at += array.floats;
             forbid(at, sizeof(float) * kFence);
             at += kFence;
         }
     }
+
+    template <class Some>
+    void each_head(Some&& some) {
+        for (int h = 0; h < heads_; ++h) {
+            const std::int64_t before = static_cast<std::int64_t>(h) * queries_;
+            head_ = first_head_ + h;
+            q_ = all_q_ + before * shape_.dim;
+            out_ = all_out_ + before * shape_.dim;
+            max_ = all_max_ + before;
+            sum_ = all_sum_ + before;
+            some();
+        }
+    }
+
+    // Of values that are unpacked: an odd number of cache lines, or they would share a few places of the nearest cache.
+    int stride() const { return shape_.dim + 16; }
 
     std::int64_t seen(int index) const { return segment_.seen[unit_->first_row + index / shape_.repeats]; }
 
@@ -110,44 +126,72 @@ class Job {
     void pass(std::int64_t first) {
         const int count = static_cast<int>(std::min<std::int64_t>(kKeys, end_ - first));
         const int padded = (count + 15) / 16 * 16;
-        for (int at = 0; at < count; at += kTile) {
-            const int some = std::min(kTile, padded - at);
-            read_tile(keys_, shape_.key_run(head_), first + at, std::min(some, count - at));
-            dots<false>(q_, queries_, shape_.dim, tile_, shape_.dim, some, shape_.dim, scores_ + at, kKeys);
-        }
+        const bool few = queries_ <= kFew;
+        if (few)
+            score_few(first, padded);
+        else
+            score_many(first, count);
         bool seen = false;
         for (int i = 0; i < queries_; ++i) seen |= softmax(i, first, padded);
         if (!seen) return;
-        if (has_scales(shape_.value)) {
-            for (int g = 0; g < values_.groups(); ++g) add_group(first, count, padded, g);
-            return;
-        }
-        for (int at = 0; at < count; at += kTile) {
-            const int some = std::min(kTile, count - at);
-            read_tile(values_, shape_.value_run(head_), first + at, some);
-            add_rows(scores_ + at, queries_, kKeys, tile_, shape_.dim, shape_.dim, some, out_, shape_.dim);
-        }
+        if (few)
+            add_few(first, count, padded);
+        else
+            add_many(first, count);
     }
 
-    // Rows of tokens from `key` on, which may lie in several blocks; those behind are left as they were.
-    void read_tile(const Side& side, std::int64_t place, std::int64_t key, int count) {
-        for (int at = 0; at < count;) {
-            const int slot = slot_of(key + at);
-            const int some = std::min(count - at, shape_.block_tokens - slot);
-            read_rows(side, block_of(key + at) + place, slot, some, tile_ + static_cast<std::int64_t>(at) * shape_.dim);
-            at += some;
-        }
+    // Asks for sixteen keys and values of a later pass, of all heads: they lie side by side, those of the next here and
+    // there.
+    void fetch(std::int64_t key) const {
+        if (key >= end_) return;
+        const char* block = block_of(key);
+        const int slot = slot_of(key);
+        for (int h = first_head_; h < first_head_ + heads_; ++h)
+            fetch_run(keys_, block + shape_.key_run(h), shape_.key_run_bytes, slot);
+        for (int h = first_head_; h < first_head_ + heads_; ++h)
+            fetch_run(values_, block + shape_.value_run(h), shape_.value_run_bytes, slot);
     }
 
-    // O += P x V for 32 dims of values with scales.
-    void add_group(std::int64_t first, int count, int padded, int g) {
-        for (int at = 0; at < padded;) {
+    // Of a run with scales all, where it is a block of sixteen tokens; in longer ones they lie here and there.
+    void fetch_run(const Side& side, const char* run, std::int64_t bytes, int slot) const {
+        if (side.tokens > kSixteen) {
+            if (has_scales(side.codec)) return;
+            bytes = kSixteen * side.row_bytes();
+            run += slot * side.row_bytes();
+        }
+        for (std::int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(run + at);
+    }
+
+    void score_few(std::int64_t first, int padded) {
+        for (int at = 0; at < padded; at += kSixteen) {
+            if (head_ == first_head_) fetch(first + kKeys + at);
+            const char* run = block_of(first + at) + shape_.key_run(head_);
             const int slot = slot_of(first + at);
-            const int some = std::min(padded - at, shape_.block_tokens - slot);
+            read_row_scales(keys_, run, slot, scale_);
+            few_scores(keys_, q_, queries_, run, slot, scale_, scores_ + at);
+        }
+    }
+
+    void add_few(std::int64_t first, int count, int padded) {
+        const char* sixteens[kKeys / kSixteen];
+        const bool codes = has_scales(shape_.value);
+        const std::int64_t token_bytes = codes ? 1 : values_.row_bytes();
+        for (int at = 0; at < padded; at += kSixteen)
+            sixteens[at / kSixteen] =
+                block_of(first + at) + shape_.value_run(head_) + slot_of(first + at) * token_bytes;
+        if (!codes) return few_values(values_, scores_, queries_, sixteens, count, out_);
+        for (int g = 0; g < values_.groups(); ++g) {
+            weigh_group(first, count, padded, g);
+            few_codes(values_, weights_, queries_, sixteens, g, padded, out_);
+        }
+    }
+
+    // Weights of codes of 32 dims; adds their least values.
+    void weigh_group(std::int64_t first, int count, int padded, int g) {
+        for (int at = 0; at < padded; at += kSixteen) {
             const char* run = block_of(first + at) + shape_.value_run(head_);
-            read_codes(values_, run, slot, some, g, tile_ + at, kKeys);
-            read_scales(values_, run, slot, some, std::clamp(count - at, 0, some), g, scale_ + at, least_ + at);
-            at += some;
+            const int filled = std::clamp(count - at, 0, kSixteen);
+            read_scales(values_, run, slot_of(first + at), kSixteen, filled, g, scale_ + at, least_ + at);
         }
         for (int i = 0; i < queries_; ++i) {
             const float* from = scores_ + static_cast<std::int64_t>(i) * kKeys;
@@ -163,7 +207,54 @@ class Job {
             float* out = out_ + static_cast<std::int64_t>(i) * shape_.dim + g * kGroup;
             for (int d = 0; d < kGroup; d += kLanes) store(out + d, load(out + d) + each);
         }
-        dots<true>(weights_, queries_, kKeys, tile_, kKeys, kGroup, padded, out_ + g * kGroup, shape_.dim);
+    }
+
+    void score_many(std::int64_t first, int count) {
+        for (int at = 0; at < count; at += kTurned) {
+            const int some = std::min(kTurned, (count - at + 15) / 16 * 16);
+            read_tile(keys_, shape_.key_run(head_), first + at, std::min(some, count - at));
+            transpose(rows_, stride(), some, shape_.dim, columns_, kTurned);
+            product<false>(q_, queries_, shape_.dim, columns_, kTurned, some, shape_.dim, scores_ + at, kKeys);
+        }
+    }
+
+    void add_many(std::int64_t first, int count) {
+        if (has_scales(shape_.value)) {
+            for (int at = 0; at < count; at += kSixteen) turn_values(first + at, rows_ + at * stride());
+        } else {
+            read_tile(values_, shape_.value_run(head_), first, count);
+        }
+        product<true>(scores_, queries_, kKeys, rows_, stride(), shape_.dim, count, out_, shape_.dim);
+    }
+
+    // Rows of tokens from `key` on, which may lie in several blocks; those behind are left as they were.
+    void read_tile(const Side& side, std::int64_t place, std::int64_t key, int count) {
+        for (int at = 0; at < count;) {
+            const int slot = slot_of(key + at);
+            const int some = std::min(count - at, shape_.block_tokens - slot);
+            read_rows(side, block_of(key + at) + place, slot, some, rows_ + static_cast<std::int64_t>(at) * stride(),
+                      stride());
+            at += some;
+        }
+    }
+
+    // Rows of sixteen tokens whose values have scales.
+    void turn_values(std::int64_t key, float* to) {
+        const char* run = block_of(key) + shape_.value_run(head_);
+        const int slot = slot_of(key);
+        float codes[kGroup * kSixteen];
+        for (int g = 0; g < values_.groups(); ++g, to += kGroup) {
+            read_codes(values_, run, slot, kSixteen, g, codes, kSixteen);
+            read_scales(values_, run, slot, kSixteen, kSixteen, g, scale_, least_);
+            for (int d = 0; d < kGroup; ++d) {
+                for (int t = 0; t < kSixteen; t += kLanes) {
+                    float* at = codes + d * kSixteen + t;
+                    const Floats value = load(at) * load(scale_ + t);
+                    store(at, values_.bytewise() ? value : value + load(least_ + t));
+                }
+            }
+            transpose(codes, kSixteen, kGroup, kSixteen, to, stride());
+        }
     }
 
     // Weights of one query from its scores; brings what was summed before to the new maximum. Whether it sees any key.
@@ -238,10 +329,11 @@ class Job {
     const Call& call_;
     const Side keys_, values_;
     const Unit* unit_ = nullptr;
-    int head_ = 0, queries_ = 0;
+    int first_head_ = 0, heads_ = 0, head_ = 0, queries_ = 0;
     std::int64_t begin_ = 0, end_ = 0;
-    float *q_ = nullptr, *out_ = nullptr, *scores_ = nullptr, *weights_ = nullptr, *tile_ = nullptr, *scale_ = nullptr,
-          *least_ = nullptr, *max_ = nullptr, *sum_ = nullptr;
+    float *q_ = nullptr, *out_ = nullptr, *scores_ = nullptr, *weights_ = nullptr, *columns_ = nullptr,
+          *rows_ = nullptr, *scale_ = nullptr, *least_ = nullptr, *max_ = nullptr, *sum_ = nullptr,
+          *all_q_ = nullptr, *all_out_ = nullptr, *all_max_ = nullptr, *all_sum_ = nullptr;
 };
 
 // Merges the results of row `index` of the plan's `merged_rows` (FlashInfer's cascade, arXiv:2501.01005).
@@ -270,73 +362,6 @@ static void merge(const Plan& plan, const Call& call, std::int64_t index) {
     }
 }
 
-// Stores one head's key of a token, or its value: `dim` numbers of a type from `at` on.
-static void write_key(const Geometry& shape, Type type, const void* from, std::int64_t at, char* block, int slot,
-                      int head) {
-    float x[kMaxDim];
-    load_row(type, from, at, shape.dim, x);
-    write_row({shape.key, shape.block_tokens, shape.dim}, block + shape.key_run(head), slot, x);
-}
-
-static void write_value(const Geometry& shape, Type type, const void* from, std::int64_t at, char* block, int slot,
-                        int head) {
-    const Side side{shape.value, shape.block_tokens, shape.dim};
-    float x[kMaxDim];
-    load_row(type, from, at, shape.dim, x);
-    if (has_scales(shape.value))
-        write_column(side, block + shape.value_run(head), slot, x);
-    else
-        write_row(side, block + shape.value_run(head), slot, x);
-}
-
-// Stores the key and the value of one row, of every KV head.
-static void append(const Plan& plan, const Call& call, std::int64_t row) {
-    const Segment& open = plan.segments[plan.open];
-    const Geometry& shape = open.geometry;
-    char* block = open.layer(call.slot) + plan.append[row];
-    const int slot = plan.append_slots[row];
-    for (int head = 0; head < shape.kv_heads; ++head) {
-        const std::int64_t key = row * call.kv_stride + head * shape.dim;
-        write_key(shape, call.type, call.kv, key, block, slot, head);
-        write_value(shape, call.type, call.kv, key + shape.kv_heads * shape.dim, block, slot, head);
-    }
-}
-
-// Seals one head's keys of the run of tokens that begins with `first` of the plan's, which follow each other.
-static void seal_channels(const Plan& plan, const Call& call, std::int64_t first, int head) {
-    const Segment& open = plan.segments[plan.open];
-    const Segment& body = plan.segments.front();
-    const Geometry& shape = body.geometry;
-    static_assert(kChannelRun == kGroup, "a channel's numbers are packed like those of a group");
-    float x[kChannelRun * kMaxDim];
-    for (int t = 0; t < kChannelRun; ++t) {
-        const Sealed& token = plan.sealed[first + t];
-        const char* from = open.layer(call.slot) + token.from + open.geometry.key_run(head);
-        load_row(call.type, from, static_cast<std::int64_t>(token.from_slot) * shape.dim, shape.dim, x + t * shape.dim);
-    }
-    const Sealed& token = plan.sealed[first];
-    char* to = body.layer(call.slot) + token.to + shape.key_run(head);
-    write_run({shape.key, shape.block_tokens, shape.dim}, to, token.to_slot, x);
-}
-
-// Moves a token from the open segment, which holds numbers of the call's type, to the first.
-static void seal(const Plan& plan, const Call& call, std::int64_t index) {
-    const Sealed& token = plan.sealed[index];
-    const Segment& open = plan.segments[plan.open];
-    const Segment& body = plan.segments.front();
-    const Geometry& shape = body.geometry;
-    const char* from = open.layer(call.slot) + token.from;
-    char* to = body.layer(call.slot) + token.to;
-    const std::int64_t at = static_cast<std::int64_t>(token.from_slot) * shape.dim;
-    for (int head = 0; head < shape.kv_heads; ++head) {
-        if (shape.key != Codec::kInt4Channels)
-            write_key(shape, call.type, from + open.geometry.key_run(head), at, to, token.to_slot, head);
-        else if (token.to_slot % kChannelRun == 0)
-            seal_channels(plan, call, index, head);
-        write_value(shape, call.type, from + open.geometry.value_run(head), at, to, token.to_slot, head);
-    }
-}
-
 void attend(Plan& plan, const Team& team, const Call& call) {
     team.share(static_cast<std::int64_t>(plan.append.size()), 16,
                [&](std::int64_t row) { append(plan, call, row); });
@@ -351,8 +376,7 @@ void attend(Plan& plan, const Team& team, const Call& call) {
             const Task& task = plan.tasks[index];
             const Unit& unit = plan.units[task.unit];
             Job job(plan, plan.segments[unit.segment], call);
-            for (int head = task.head; head < task.head + task.heads; ++head)
-                job.run(unit, head, plan.partials.data());
+            job.run(unit, task.head, task.heads, plan.partials.data());
         }
     });
     team.share(static_cast<std::int64_t>(plan.merged_rows.size()), 8,

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cpuid.h>
 #include <cstring>
+#include <type_traits>
 
 namespace kvist::portable::avx2 {
 
@@ -34,6 +35,12 @@ namespace kvist::portable::avx2 {
 #include "cpu_portable_vectors.h"
 
 #include "cpu_portable_codecs.h"
+
+#include "cpu_portable_store.h"
+
+#include "cpu_portable_tiles.h"
+
+#include "cpu_portable_few.h"
 
 #include "cpu_portable_attention.h"
 

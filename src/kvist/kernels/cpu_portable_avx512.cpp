@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <type_traits>
 
 namespace kvist::portable::avx512 {
 
@@ -31,6 +32,12 @@ namespace kvist::portable::avx512 {
 #include "cpu_portable_vectors.h"
 
 #include "cpu_portable_codecs.h"
+
+#include "cpu_portable_store.h"
+
+#include "cpu_portable_tiles.h"
+
+#include "cpu_portable_few.h"
 
 #include "cpu_portable_attention.h"
 

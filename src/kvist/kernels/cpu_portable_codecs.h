@@ -11,15 +11,20 @@ struct Side {
     bool bytewise() const { return codec == Codec::kInt8; }
     bool affine() const { return codec == Codec::kInt4Affine; }
     int groups() const { return dim / kGroup; }
-    std::int64_t code_bytes() const { return static_cast<std::int64_t>(tokens) * dim / (bytewise() ? 1 : 2); }
+    // Of one token that lies in a row, and of a run's, but for scales.
+    std::int64_t row_bytes() const {
+        if (has_scales(codec)) return bytewise() ? dim : dim / 2;
+        return codec == Codec::kFloat32 ? 4 * dim : codec == Codec::kFp8 ? dim : 2 * dim;
+    }
+    std::int64_t code_bytes() const { return tokens * row_bytes(); }
 };
 
 // ---- reading --------------------------------------------------------------------------------------------------------
 
-// Tokens `slot … slot + count - 1` of a run whose tokens are rows, to [count, dim].
-static void read_rows(const Side& shape, const char* run, int slot, int count, float* to) {
+// Tokens `slot … slot + count - 1` of a run whose tokens are rows, to [count, dim], rows `stride` apart.
+static void read_rows(const Side& shape, const char* run, int slot, int count, float* to, int stride) {
     const int dim = shape.dim;
-    for (int t = 0; t < count; ++t, to += dim) {
+    for (int t = 0; t < count; ++t, to += stride) {
         const std::int64_t first = static_cast<std::int64_t>(slot + t) * dim;
         switch (shape.codec) {
             case Codec::kBfloat16:

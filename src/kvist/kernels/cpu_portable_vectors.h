@@ -1,6 +1,5 @@
-// Vectors of four, eight or sixteen floats as the compilers know them on every processor, and the loops of attention over
-// them. Included inside a namespace, once a build, which says KVIST_LANES: as many as a register holds. Of vectors that
-// take two, GCC keeps sums in memory.
+// Vectors of four, eight or sixteen floats as the compilers know them on every processor. Included inside a namespace,
+// once a build, which says KVIST_LANES: as many as a register holds. Of vectors that take two, GCC keeps sums in memory.
 
 #define KVIST_INLINE static inline __attribute__((always_inline))
 
@@ -75,6 +74,17 @@ KVIST_INLINE Bits load_codes(const void* p) {
 KVIST_INLINE Floats load_signed(const void* p) {
     return __builtin_convertvector((Ints)(load_codes(p) << 24) >> 24, Floats);
 }
+#elif KVIST_F16C
+// GCC widens a half of a register at a time, and bytes by way of two.
+KVIST_INLINE Bits load_halves(const void* p) {
+    return (Bits)_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+}
+KVIST_INLINE Bits load_codes(const void* p) {
+    return (Bits)_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
+}
+KVIST_INLINE Floats load_signed(const void* p) {
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
+}
 #else
 KVIST_INLINE Bits load_halves(const void* p) {
     Halves x;
@@ -126,11 +136,15 @@ KVIST_INLINE Floats load_f16(const void* p) {
 KVIST_INLINE Floats load_fp8(const void* p) { return widened<3, 7, 0x80, 0x7f>(load_codes(p)); }
 
 KVIST_INLINE float of_f16(std::uint16_t half) {
+#if KVIST_F16C
+    return _cvtsh_ss(half);
+#else
     const std::uint32_t rest = static_cast<std::uint32_t>(half & 0x7fff) << 13;
     const float low = float_of(rest + (113u << 23)) - 0x1p-14f;
     const std::uint32_t finite = rest < 1u << 23 ? bits_of(low) : rest + (112u << 23);
     const std::uint32_t bits = rest >= 0x7c00u << 13 ? rest | kInfinity : finite;
     return float_of(bits | static_cast<std::uint32_t>(half & 0x8000) << 16);
+#endif
 }
 KVIST_INLINE float of_f16_at(const char* p) {
     std::uint16_t half;
@@ -229,90 +243,4 @@ KVIST_INLINE float largest_of(Floats a) {
     float most = a[0];
     for (int lane = 1; lane < kLanes; ++lane) most = a[lane] > most ? a[lane] : most;
     return most;
-}
-
-// ---- products -------------------------------------------------------------------------------------------------------
-
-// C [kRows, n] (+)= A [kRows, k] x B^T, B [n, k]; n a multiple of 4, k of 8. Strides in floats.
-template <int kRows, bool kAdd>
-KVIST_INLINE void dots_of(const float* a, int a_stride, const float* b, int b_stride, int n, int k, float* c,
-                          int c_stride) {
-    for (int j = 0; j < n; j += 4, b += 4 * b_stride) {
-        Floats sum[kRows][4] = {};
-        for (int i = 0; i < k; i += kLanes) {
-            Floats right[4];
-            for (int m = 0; m < 4; ++m) right[m] = load(b + m * b_stride + i);
-            for (int r = 0; r < kRows; ++r) {
-                const Floats left = load(a + r * a_stride + i);
-                for (int m = 0; m < 4; ++m) sum[r][m] += left * right[m];
-            }
-        }
-        for (int r = 0; r < kRows; ++r) {
-            Four found = sums_of(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
-            float* to = c + r * c_stride + j;
-            if (kAdd) {
-                Four before;
-                std::memcpy(&before, to, sizeof before);
-                found += before;
-            }
-            std::memcpy(to, &found, sizeof found);
-        }
-    }
-}
-
-// The same for any number of rows: three at a time fill sixteen registers best.
-template <bool kAdd>
-static void dots(const float* a, int rows, int a_stride, const float* b, int b_stride, int n, int k, float* c,
-                 int c_stride) {
-    while (rows > 0) {
-        const int some = rows == 4 ? 2 : rows < 3 ? rows : 3;
-        if (some == 3) dots_of<3, kAdd>(a, a_stride, b, b_stride, n, k, c, c_stride);
-        if (some == 2) dots_of<2, kAdd>(a, a_stride, b, b_stride, n, k, c, c_stride);
-        if (some == 1) dots_of<1, kAdd>(a, a_stride, b, b_stride, n, k, c, c_stride);
-        rows -= some;
-        a += some * a_stride;
-        c += some * c_stride;
-    }
-}
-
-// C [kRows, kLanes x kWide] += A [kRows, k] x B, B [k, …].
-template <int kRows, int kWide>
-KVIST_INLINE void add_rows_of(const float* a, int a_stride, const float* b, int b_stride, int k, float* c,
-                              int c_stride) {
-    Floats sum[kRows][kWide];
-    for (int r = 0; r < kRows; ++r)
-        for (int m = 0; m < kWide; ++m) sum[r][m] = load(c + r * c_stride + m * kLanes);
-    for (int i = 0; i < k; ++i) {
-        Floats right[kWide];
-        for (int m = 0; m < kWide; ++m) right[m] = load(b + i * b_stride + m * kLanes);
-        for (int r = 0; r < kRows; ++r) {
-            const Floats left = all(a[r * a_stride + i]);
-            for (int m = 0; m < kWide; ++m) sum[r][m] += left * right[m];
-        }
-    }
-    for (int r = 0; r < kRows; ++r)
-        for (int m = 0; m < kWide; ++m) store(c + r * c_stride + m * kLanes, sum[r][m]);
-}
-
-template <int kRows>
-KVIST_INLINE void add_rows_wide(const float* a, int a_stride, const float* b, int b_stride, int n, int k, float* c,
-                                int c_stride) {
-    constexpr int kLeast = 16 / kLanes;
-    int j = 0;
-    for (; j + 4 * kLanes <= n; j += 4 * kLanes) add_rows_of<kRows, 4>(a, a_stride, b + j, b_stride, k, c + j, c_stride);
-    for (; j < n; j += kLeast * kLanes) add_rows_of<kRows, kLeast>(a, a_stride, b + j, b_stride, k, c + j, c_stride);
-}
-
-// C [rows, n] += A [rows, k] x B, B [k, n]; n a multiple of 16.
-static void add_rows(const float* a, int rows, int a_stride, const float* b, int b_stride, int n, int k, float* c,
-                     int c_stride) {
-    while (rows > 0) {
-        const int some = rows == 4 ? 2 : rows < 3 ? rows : 3;
-        if (some == 3) add_rows_wide<3>(a, a_stride, b, b_stride, n, k, c, c_stride);
-        if (some == 2) add_rows_wide<2>(a, a_stride, b, b_stride, n, k, c, c_stride);
-        if (some == 1) add_rows_wide<1>(a, a_stride, b, b_stride, n, k, c, c_stride);
-        rows -= some;
-        a += some * a_stride;
-        c += some * c_stride;
-    }
 }
