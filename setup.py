@@ -20,6 +20,7 @@ SOURCES = (
     "cpu_attention_few.cpp",
     "cpu_chain.cpp",
     "cpu_elementwise.cpp",
+    "cpu_kinds.cpp",
     "cpu_matrix.cpp",
     "cpu_matrix_bytes.cpp",
     "cpu_matrix_few.cpp",

@@ -149,7 +149,7 @@ class Memory:
         out = torch.full((len(q), q.shape[1], self.dim), float("nan"), dtype=BF16)
         untouched = [self.others, *(table[:count] for count, table in zip(gone, self.tables, strict=True))]
         with forbidden(module, [self.block(block) for block in np.concatenate(untouched)] if module.sanitized else []):
-            plan.attend(kernels.amx, 0, q.data_ptr(), q.stride(0), kv.data_ptr(), kv.stride(0), out.data_ptr())
+            plan.attend(kernels.kind, 0, q.data_ptr(), q.stride(0), kv.data_ptr(), kv.stride(0), out.data_ptr())
         return out
 
     def check(self, kernels, *, window=None, softcap=None):

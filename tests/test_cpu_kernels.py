@@ -1,9 +1,11 @@
 """The C++ kernels against the references: attention read byte by byte from the arena, norms and rotation in float64."""
 
 import gc
+import platform
 import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import fixtures_attention
@@ -31,6 +33,10 @@ from kvist.model.norms import FusedResidual, RMSNorm
 from kvist.model.packed import Codes
 
 BF16 = torch.bfloat16
+IN_INTEGERS = platform.machine() == "x86_64"
+
+
+PORTABLE = ["portable-0", "portable-1", "portable-2"]
 
 
 def kinds():
@@ -40,12 +46,22 @@ def kinds():
     return ["avx512", "amx"] if module.ask_for_amx() else ["avx512"]
 
 
-@pytest.fixture(params=["avx512", "amx"])
+def made(kind):
+    """The kernels of a kind, or of a build of the portable ones."""
+    name, _, build = kind.partition("-")
+    module = cpu_module._module()
+    here = [] if module is None else module.portable_builds()
+    if int(build) not in here if build else kind not in kinds():
+        pytest.skip(f"no {kind} kernels on this machine")
+    return replace(cpu_module._chosen(name), build=int(build)) if build else cpu_module._chosen(name)
+
+
+@pytest.fixture(params=["avx512", "amx", *PORTABLE])
 def kernels(request, monkeypatch):
-    if request.param not in kinds():
-        pytest.skip(f"no {request.param} kernels on this machine")
-    monkeypatch.setenv("KVIST_KERNELS", request.param)
-    return cpu()
+    found = made(request.param)
+    monkeypatch.setenv("KVIST_KERNELS", found.name)
+    monkeypatch.setattr(cpu_module, "_chosen", lambda choice: found)
+    return found
 
 
 def check(kernels, scene, *, repeats=3, softcap=None, seed=0):
@@ -88,11 +104,9 @@ def check(kernels, scene, *, repeats=3, softcap=None, seed=0):
     seed=st.integers(0, 100),
 )
 def test_any_step_equals_the_reference(parts, leaders, limit, heads, dim, block_tokens, softcap, kind, seed):
-    if kind not in kinds():
-        pytest.skip(f"no {kind} kernels on this machine")
+    chosen = made(kind)
     group = group_of(kv_heads=heads[0], **limit, block_tokens=block_tokens, key="bf16", value="bf16", dim=dim, layers=2)
     scene = make_scene(group, parts, seed=seed, shared=leaders[: len(parts)])
-    chosen = cpu_module._chosen(kind)
     check(chosen, scene, repeats=heads[1], softcap=softcap, seed=seed)
 
 
@@ -231,9 +245,10 @@ def test_products(kernels, kind, outputs, inputs, result):
         matrix.fill_codes(codes.codes, codes.scales, codes.minima)
     for rows in (1, 5, 8, 9, 16, 17, 33, 64, 70):
         x = torch.randn(rows, 2 * inputs).to(BF16)[:, :inputs]
-        # Few rows are multiplied with codes as they are; else weights are rounded to bf16.
-        in_bytes = kernels.amx and kind != "BF16" and rows <= 8
-        exact = in_bytes or (kernels.amx and kind in ("Q4_0", "Q4_1") and rows <= 16)
+        # Few rows are multiplied with codes as they are, on the portable kernels all; else weights are rounded to bf16.
+        in_bytes = kernels.name == "amx" and kind != "BF16" and rows <= 8
+        exact = in_bytes or (kernels.name == "amx" and kind in ("Q4_0", "Q4_1") and rows <= 16)
+        exact = exact or kernels.name == "portable"
         expected = x.double() @ (weight if exact else weight.to(BF16)).double().t() + bias.double()
         if result in ("silu", "gelu"):
             gate, other = expected.chunk(2, dim=1)
@@ -260,16 +275,21 @@ def test_what_bytes_leave_of_inputs(kernels, kind, result):
     matrix = Matrix(kernels, weight.shape, result, None, bits=codes.bits)
     matrix.fill_codes(codes.codes, codes.scales, codes.minima)
     one_each = torch.arange(inputs) % 32 == 5
+    loses = kernels.name != "avx512" and (kernels.name == "amx" or IN_INTEGERS)
+    # Powers of two, of the largest: from where on inputs are exact, and how much others may lose.
+    least, most = (2.0**-7, 2.0**-16) if kernels.name == "portable" else (2.0**-6, 2.0**-14)
+    if kernels.name == "amx" and result == "f32":
+        least, most = 2.0**-13, 2.0**-21
     for rows in range(1, 9):
         spread = torch.randn(rows, inputs) * 2.0 ** torch.randint(-30, 1, (rows, inputs))
         # A large input in every step, whose weight then hides nothing of the others: they have outputs of their own.
         x = torch.where(one_each, torch.randn(rows, inputs).abs() + 1, spread).to(BF16)
         groups = x.double().view(rows, -1, 32)
         power = 2.0 ** groups.abs().amax(-1, keepdim=True).log2().floor()
-        exact = groups.abs() >= power * (2.0**-13 if result == "f32" else 2.0**-6)
-        lost = torch.where(exact, 0, power * (2.0**-21 if result == "f32" else 2.0**-14)).view(rows, inputs)
-        left, right = x.double(), (weight if kernels.amx else weight.to(BF16)).double().t()
-        bound = lost @ right.abs() if kernels.amx else 0
+        exact = groups.abs() >= power * least
+        lost = torch.where(exact, 0, power * most).view(rows, inputs)
+        left, right = x.double(), (weight.to(BF16) if kernels.name == "avx512" else weight).double().t()
+        bound = lost @ right.abs() if loses else 0
         bound = bound + 1e-6 * (left.abs() @ right.abs())
         if result == "bf16":
             bound = bound + 2**-8 * (left @ right).abs()
@@ -398,12 +418,12 @@ def test_files_for_some_processors_emit_nothing_that_others_share():
     """A template of the standard library that they emit could be linked into code for every processor."""
     allowed = {
         "min", "max", "clamp", "sqrt", "exp2", "memcpy", "memset", "atomic", "memory_order_relaxed", "logic_error",
-        "int8_t", "int32_t", "int64_t", "uint8_t", "uint16_t", "uint32_t", "uint64_t", "size_t",
+        "int8_t", "int16_t", "int32_t", "int64_t", "uint8_t", "uint16_t", "uint32_t", "uint64_t", "size_t",
     }  # fmt: skip
     folder = Path(cpu_module.__file__).parent
     files = [path for path in folder.glob("cpu*") if path.suffix in (".cpp", ".h")]
     files = [path for path in files if "__m512" in path.read_text() or path.name.startswith("cpu_portable")]
-    assert len(files) == 23
+    assert len(files) == 29
     for path in files:
         assert set(re.findall(r"std::(\w+)", path.read_text())) <= allowed, path
 

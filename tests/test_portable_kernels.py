@@ -16,6 +16,7 @@ from kvist.cache.arena import ArenaLayout
 from kvist.errors import InputError
 from kvist.kernels import cpu as cpu_module
 from kvist.kernels.cpu import CODECS, Cpu, attention_kernels, cpu
+from kvist.kernels.cpu import kernels_of as kernels_in
 from kvist.kernels.dense import Scores
 from kvist.kernels.portable import PortableAttention
 from kvist.kernels.sharing import sharing_order
@@ -386,7 +387,8 @@ def test_the_variable_chooses_them(monkeypatch):
     if not builds():
         pytest.skip("the C++ kernels were not built")
     monkeypatch.setenv("KVIST_KERNELS", "portable")
-    assert cpu() is None
+    assert cpu() is attention_kernels(BF16)
+    assert kernels_in(F32) is kernels_in(F16) is None
     assert {attention_kernels(dtype).name for dtype in (F32, BF16, F16)} == {"portable"}
     monkeypatch.setenv("KVIST_KERNELS", "auto")
     assert attention_kernels(BF16) is (cpu() or attention_kernels(F32))

@@ -167,22 +167,22 @@ def calls_of(kernels: Any) -> set[str]:
     def attending(kind: str) -> Callable[..., list[str]]:
         def names(plan: Any, chosen: int, *_: int) -> list[str]:
             # The matrix unit has code of its own for few queries.
-            kinds = [f"{kind} {int(chosen)}", *[f"{kind} few"] * (chosen is True and plan.has_few)]
+            kinds = [f"{kind} {chosen}", *[f"{kind} few"] * (kind == "attend" and chosen == 1 and plan.has_few)]
             sides = (("keys", plan.key), ("values", plan.value))
             return [f"{name} on {side} {codec}" for name in kinds for side, codec in sides]
 
         return names
 
-    def multiplying(matrix: Any, amx: bool, _: int, rows: int, *__: int) -> list[str]:
+    def multiplying(matrix: Any, kind: int, _: int, rows: int, *__: int) -> list[str]:
         most = next((most for most in (8, 16) if rows <= most), "all")
-        return [f"multiply {int(amx)} with {matrix.bits} bits, up to {most} rows"] if rows else []
+        return [f"multiply {kind} with {matrix.bits} bits, up to {most} rows"] if rows else []
 
-    watch(kernels, "rotate", lambda *_: ["rotate"])
-    watch(kernels, "add_norm", lambda *_: ["add_norm"])
+    for name in ("rotate", "spread", "add_norm"):
+        watch(kernels, name, lambda kind, *_, name=name: [f"{name} {kind}"])
     watch(kernels.Plan, "attend", attending("attend"))
     watch(kernels.Plan, "attend_anywhere", attending("attend_anywhere"))
     watch(kernels.Matrix, "multiply", multiplying)
-    watch(kernels.Chain, "run", lambda *_: ["chain"])
+    watch(kernels.Chain, "run", lambda _, kind, *__: [f"chain {kind}"])
     return called
 
 
@@ -192,15 +192,22 @@ def kernels_here(kernels: Any) -> set[str]:
 
     sides = (("keys", KEY_CODECS), ("values", CODECS))
     stored = [f"on {side} {codec}" for side, codecs in sides for codec in codecs.values()]
-    found = {f"attend_anywhere {build} {what}" for build in kernels.portable_builds() for what in stored}
+    builds = kernels.portable_builds()
+    found = {f"attend_anywhere {build} {what}" for build in builds for what in stored}
+    # cpu_kinds.h: the portable ones' numbers follow.
+    kinds = [2 + build for build in builds]
+    chained = max(kinds)
     if kernels.has_avx512():
-        found |= {"rotate", "add_norm", "chain"}
         amx = kernels.ask_for_amx()
         found |= {f"attend {kind} {what}" for kind in ("0", *("1", "few") * amx) for what in stored}
-        for unit in range(1 + amx):
-            found |= {
-                f"multiply {unit} with {bits} bits, up to {rows} rows" for bits in (4, 8, 16) for rows in (8, 16, "all")
-            }
+        kinds += range(1 + amx)
+        chained = int(amx)
+    found.add(f"chain {chained}")
+    for kind in kinds:
+        found |= {f"{name} {kind}" for name in ("rotate", "spread", "add_norm")}
+        found |= {
+            f"multiply {kind} with {bits} bits, up to {rows} rows" for bits in (4, 8, 16) for rows in (8, 16, "all")
+        }
     return found
 
 

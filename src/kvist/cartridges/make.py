@@ -163,7 +163,7 @@ def make(
             key="resume",
         )
     spec = with_weights(model)
-    compute = dtype or best_dtype()
+    compute = dtype or best_dtype(spec)
     digests = {"model_digest": model_digest(spec), "document_digest": sha256(text.encode()).hexdigest()}
     about: dict[str, Any] = {**digests, **asdict(study), "tokens": study.blocks_of_tokens, "dtype": compute}
     if settings.frozen >= study.blocks_of_tokens:

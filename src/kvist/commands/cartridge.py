@@ -219,6 +219,7 @@ def run_eval(args: argparse.Namespace) -> int:
     from kvist.engine.engine import Engine
     from kvist.engine.loading import best_dtype
     from kvist.errors import InputError
+    from kvist.spec.model import ModelSpec
     from kvist.store.cartridge_file import load
 
     cartridge = load(Path(args.file))
@@ -229,10 +230,11 @@ def run_eval(args: argparse.Namespace) -> int:
             f"that",
             key="document",
         )
-    dtype = args.dtype or best_dtype()
+    spec = ModelSpec.read(args.model or cartridge.manifest.model)
+    dtype = args.dtype or best_dtype(spec)
     settings: dict[str, Any] = {"dtype": dtype} | ({} if args.memory is None else {"memory": args.memory})
     name = "cartridge"
-    engine = Engine(args.model or cartridge.manifest.model, cartridges={name: cartridge}, **settings)
+    engine = Engine(spec, cartridges={name: cartridge}, **settings)
     cartridges = {name: (engine, engine.shelf.named(name))}
     if values.format_said(args):
         stored = Engine(engine.spec, format=values.cache_format(args, dtype), cartridges={name: cartridge}, **settings)

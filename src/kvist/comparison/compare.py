@@ -162,7 +162,7 @@ def compare(
         DoesNotFit: the machine cannot hold the answers that are compared.
     """
     spec = with_weights(model)
-    dtype = dtype or best_dtype()
+    dtype = dtype or best_dtype(spec)
     tokenizer = Tokenizer.read(spec)
     cartridges = cartridges or {}
     whole = bool(cartridges) or questions is not None

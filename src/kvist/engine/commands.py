@@ -13,10 +13,11 @@ from typing import Any
 from kvist.cli_values import cache_format, format_said
 from kvist.engine.answer import Answer, Event
 from kvist.engine.engine import Engine
-from kvist.engine.loading import best_dtype
+from kvist.engine.loading import DEFAULT_MODEL, best_dtype
 from kvist.engine.sampler import SamplingParams
 from kvist.errors import EngineFailure, UnsupportedModel
 from kvist.report.saving import Saving, print_saving
+from kvist.spec.model import ModelSpec
 from kvist.units import counted, format_size
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")
@@ -147,7 +148,8 @@ def _settings(args: Namespace) -> dict[str, Any]:
         if value is not None:
             settings[name] = value
     if format_said(args):
-        settings["format"] = cache_format(args, args.dtype or best_dtype())
+        spec = ModelSpec.read(args.model or DEFAULT_MODEL)
+        settings["format"] = cache_format(args, args.dtype or best_dtype(spec))
     if args.cartridge:
         settings["cartridges"] = {str(number): file for number, file in enumerate(args.cartridge)}
     return settings

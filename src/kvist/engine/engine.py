@@ -102,13 +102,11 @@ class Engine:
         tiers: Sequence[Tier | str] | Tier | str = (),
         tier_directory: str | Path | None = None,
     ) -> None:
-        self.dtype = compute_type(dtype)
         if format is not None and not isinstance(format, CacheFormat):
             raise InputError(f"format: {format!r}; write kvist.CacheFormat(key=…, value=…)", key="format")
         spec = model if isinstance(model, ModelSpec) else ModelSpec.read(model)
         network_of(spec)
-        if self.dtype == "f16" and str(spec.config["model_type"]).startswith("gemma"):
-            raise InputError("dtype: Gemma's activations overflow f16; choose bf16 or f32", key="dtype")
+        self.dtype = compute_type(dtype, spec)
         if max_context is not None and not 1 <= max_context <= spec.max_context:
             raise InputError(
                 f"max_context: {max_context}; {spec.name} was made for 1 to {spec.max_context} tokens",

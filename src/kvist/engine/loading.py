@@ -5,7 +5,9 @@ from dataclasses import replace
 import torch
 
 from kvist.errors import UnsupportedModel
+from kvist.kernels.cpu import cpu
 from kvist.model_files import locate
+from kvist.spec.attention import Attention
 from kvist.spec.known import KNOWN
 from kvist.spec.model import ModelSpec
 
@@ -13,10 +15,16 @@ DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("f32", "bf16", "f16")
 
 
-def best_dtype() -> str:
-    """``bf16`` where this machine multiplies bf16 matrices in hardware, else ``f32``."""
-    capable = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bf16" if capable else "f32"
+def best_dtype(spec: ModelSpec) -> str:
+    """The compute type in which this machine is fastest for a model: ``bf16`` or ``f32``.
+
+    ``bf16`` where the machine multiplies bf16 matrices in hardware, or where the kernels compute all that is much:
+    products and attention, but neither latents nor states.
+    """
+    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        return "bf16"
+    on_kernels = cpu() is not None and all(isinstance(layer, Attention) for layer in spec.layers)
+    return "bf16" if on_kernels else "f32"
 
 
 def with_weights(spec: ModelSpec) -> ModelSpec:

@@ -10,15 +10,17 @@ from kvist.spec.model import ModelSpec
 from kvist.store.layouts import check_format
 
 
-def compute_type(dtype: str | None) -> str:
-    """The type that is asked for; left out, the fastest that this machine computes well.
+def compute_type(dtype: str | None, spec: ModelSpec) -> str:
+    """The type that is asked for; left out, the one in which this machine computes the model fastest.
 
     Raises:
-        InputError: there is none of this name.
+        InputError: there is none of this name, or the model's activations overflow it.
     """
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"dtype: {dtype!r} is not a compute type; choose one of {', '.join(DTYPES)}", key="dtype")
-    return dtype or best_dtype()
+    if dtype == "f16" and str(spec.config["model_type"]).startswith("gemma"):
+        raise InputError("dtype: Gemma's activations overflow f16; choose bf16 or f32", key="dtype")
+    return dtype or best_dtype(spec)
 
 
 def stored_format(fmt: CacheFormat | None, dtype: str) -> CacheFormat:

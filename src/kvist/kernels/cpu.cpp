@@ -9,7 +9,7 @@
 #include "cpu.h"
 #include "cpu_attention_few.h"
 #include "cpu_chain.h"
-#include "cpu_portable.h"
+#include "cpu_kinds.h"
 
 #if defined(__x86_64__) && defined(__linux__)
 #include <cpuid.h>
@@ -146,9 +146,10 @@ NB_MODULE(_cpu, m) {
              nb::kw_only(), "segments"_a, "open"_a, "scale"_a, "softcap"_a, "window"_a, "runs"_a, "sealed"_a,
              "drawn"_a = std::vector<std::int64_t>())
         .def("attend",
-             [](Plan& self, bool amx, int slot, std::uintptr_t q, std::int64_t q_stride, std::uintptr_t kv,
+             [](Plan& self, int kind, int slot, std::uintptr_t q, std::int64_t q_stride, std::uintptr_t kv,
                 std::int64_t kv_stride, std::uintptr_t out) {
-                 avx512::attend(self, team, amx, slot, at<bf16>(q), q_stride, at<bf16>(kv), kv_stride, at<bf16>(out));
+                 kernels_of(kind).attend(self, team, slot, at<bf16>(q), q_stride, at<bf16>(kv), kv_stride,
+                                         at<bf16>(out));
              },
              nb::call_guard<nb::gil_scoped_release>())
         .def("weigh",
@@ -161,12 +162,7 @@ NB_MODULE(_cpu, m) {
                 std::int64_t kv_stride, std::uintptr_t sinks, std::uintptr_t out) {
                  const portable::Call call{static_cast<portable::Type>(type), slot, at<void>(q), q_stride,
                                            at<void>(kv), kv_stride, at<float>(sinks), at<void>(out)};
-                 if (build == 2)
-                     portable::avx512::attend(self, team, call);
-                 else if (build == 1)
-                     portable::avx2::attend(self, team, call);
-                 else
-                     portable::baseline::attend(self, team, call);
+                 attend(build, self, team, call);
              },
              nb::call_guard<nb::gil_scoped_release>())
 #if KVIST_SANITIZED
@@ -194,9 +190,9 @@ NB_MODULE(_cpu, m) {
              },
              nb::call_guard<nb::gil_scoped_release>())
         .def("multiply",
-             [](const Matrix& self, bool amx, std::uintptr_t x, std::int64_t rows, std::uintptr_t out,
+             [](const Matrix& self, int kind, std::uintptr_t x, std::int64_t rows, std::uintptr_t out,
                 std::uintptr_t bias) {
-                 avx512::multiply(self, team, amx, at<bf16>(x), rows, at<void>(out), at<float>(bias));
+                 kernels_of(kind).multiply(self, team, at<bf16>(x), rows, at<void>(out), at<float>(bias), nullptr);
              },
              nb::call_guard<nb::gil_scoped_release>())
 #if KVIST_SANITIZED
@@ -221,7 +217,7 @@ NB_MODULE(_cpu, m) {
             nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::kw_only(),
             "qkv"_a, "output"_a, "gate_up"_a, "down"_a, "biases"_a, "norms"_a, "eps"_a, "slot"_a, "group"_a, "rope"_a,
             "queries"_a, "kv_heads"_a, "dim"_a, "spread_begin"_a, "spread_end"_a, "turns_back"_a, "spread"_a)
-        .def("run", [](Chain& self, bool amx, const nb::list& plans, const std::vector<std::uintptr_t>& tables,
+        .def("run", [](Chain& self, int kind, const nb::list& plans, const std::vector<std::uintptr_t>& tables,
                        std::uintptr_t stream, std::uintptr_t change, std::uintptr_t kept, std::int64_t rows,
                        std::int64_t count) {
             std::vector<Plan*> given;
@@ -229,7 +225,7 @@ NB_MODULE(_cpu, m) {
             std::vector<const float*> factors;
             for (std::uintptr_t table : tables) factors.push_back(at<const float>(table));
             nb::gil_scoped_release released;
-            self.run(team, amx, given, factors, at<bf16>(stream), at<bf16>(change), at<bf16>(kept), rows, count);
+            self.run(team, kernels_of(kind), given, factors, at<bf16>(stream), at<bf16>(change), at<bf16>(kept), rows, count);
         });
     m.def("move_kept", [](std::uintptr_t arena, std::int64_t layer_bytes, int layers, int kv_heads, int block_tokens,
                           const Numbers& pieces, const Numbers& from, const Numbers& to, std::uintptr_t kept,
@@ -245,24 +241,24 @@ NB_MODULE(_cpu, m) {
     });
     m.def(
         "rotate",
-        [](std::uintptr_t x, std::int64_t rows, std::int64_t stride, int heads, int dim, std::uintptr_t cos,
+        [](int kind, std::uintptr_t x, std::int64_t rows, std::int64_t stride, int heads, int dim, std::uintptr_t cos,
            std::uintptr_t sin, std::uintptr_t weight, float eps) {
-            avx512::rotate(team, at<bf16>(x), rows, stride, heads, dim, at<float>(cos), at<float>(sin),
-                           at<float>(weight), eps);
+            kernels_of(kind).rotate(team, at<bf16>(x), rows, stride, heads, dim, at<float>(cos), at<float>(sin),
+                                    at<float>(weight), eps);
         },
         nb::call_guard<nb::gil_scoped_release>());
     m.def(
         "spread",
-        [](std::uintptr_t x, std::int64_t rows, std::int64_t stride, int heads, int dim, float factor) {
-            avx512::spread(team, at<bf16>(x), rows, stride, heads, dim, factor);
+        [](int kind, std::uintptr_t x, std::int64_t rows, std::int64_t stride, int heads, int dim, float factor) {
+            kernels_of(kind).spread(team, at<bf16>(x), rows, stride, heads, dim, factor);
         },
         nb::call_guard<nb::gil_scoped_release>());
     m.def(
         "add_norm",
-        [](std::uintptr_t stream, std::uintptr_t change, std::uintptr_t after, std::uintptr_t weight,
+        [](int kind, std::uintptr_t stream, std::uintptr_t change, std::uintptr_t after, std::uintptr_t weight,
            std::uintptr_t out, std::int64_t rows, std::int64_t width, float eps) {
-            avx512::add_norm(team, at<bf16>(stream), at<bf16>(change), at<float>(after), at<float>(weight),
-                             at<bf16>(out), rows, width, eps);
+            kernels_of(kind).add_norm(team, at<bf16>(stream), at<bf16>(change), at<float>(after), at<float>(weight),
+                                      at<bf16>(out), rows, width, eps);
         },
         nb::call_guard<nb::gil_scoped_release>());
 }

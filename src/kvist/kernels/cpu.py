@@ -1,7 +1,8 @@
 """The C++ kernels of the CPU: attention that reads blocks in place, and the small operators around it, in bf16.
 
-They need a processor with AVX-512 and its BF16 instructions, and use the matrix unit (AMX) where there is one. Without
-them, or where the extension was not compiled, PyTorch's operators do the same work (:mod:`kvist.kernels.attention`).
+Those for processors with AVX-512 and its BF16 instructions use the matrix unit (AMX) where there is one; the portable
+ones (:mod:`kvist.kernels.portable`) need AVX2 to be fast. Where neither suits, or the extension was not compiled,
+PyTorch's operators do the same work (:mod:`kvist.kernels.attention`).
 """
 
 import ctypes
@@ -28,6 +29,7 @@ _log = logging.getLogger("kvist")
 
 _VARIABLE = "KVIST_KERNELS"
 _CHOICES = ("auto", "amx", "avx512", "portable", "torch")
+_KINDS = {"avx512": 0, "amx": 1, "portable": 2}
 
 # cpu_avx512.h and cpu_blocks.h: kMaxDim, and kMaxTiles of 16 queries.
 _MOST_DIM = 256
@@ -52,9 +54,9 @@ class Cpu:
     build: int = 0
 
     @property
-    def amx(self) -> bool:
-        """Whether products run on the matrix unit."""
-        return self.name == "amx"
+    def kind(self) -> int:
+        """The kernels' number in cpu_kinds.h."""
+        return _KINDS[self.name] + self.build * (self.name == "portable")
 
     def follow_threads(self) -> None:
         """Run on as many threads as PyTorch does now."""
@@ -73,7 +75,16 @@ class Cpu:
         tokens, count, dim = heads.shape
         weight = 0 if multiplier is None else multiplier.data_ptr()
         self.module.rotate(
-            heads.data_ptr(), tokens, heads.stride(0), count, dim, cos.data_ptr(), sin.data_ptr(), weight, eps
+            self.kind,
+            heads.data_ptr(),
+            tokens,
+            heads.stride(0),
+            count,
+            dim,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            weight,
+            eps,
         )
 
     def spread(self, heads: Tensor, factor: float) -> None:
@@ -84,7 +95,7 @@ class Cpu:
             factor: of which all elements of the matrix are, or its negative.
         """
         tokens, count, dim = heads.shape
-        self.module.spread(heads.data_ptr(), tokens, heads.stride(0), count, dim, factor)
+        self.module.spread(self.kind, heads.data_ptr(), tokens, heads.stride(0), count, dim, factor)
 
     @staticmethod
     def spreads(dim: int) -> bool:
@@ -109,6 +120,7 @@ class Cpu:
         out = torch.empty_like(stream)
         rows, width = stream.shape
         self.module.add_norm(
+            self.kind,
             stream.data_ptr(),
             0 if change is None else change.data_ptr(),
             0 if after is None else after.data_ptr(),
@@ -125,13 +137,12 @@ def cpu() -> Cpu | None:
     """Return the kernels of all operators in bf16 that suit this machine; None where there are none.
 
     The environment variable ``KVIST_KERNELS`` chooses: ``auto``, which empty means too, ``amx``, ``avx512``,
-    ``portable`` for attention alone, on any processor and in any type, or ``torch`` for none.
+    ``portable``, on any processor and with attention in any type, or ``torch`` for none.
 
     Raises:
         InputError: the variable asks for something else, or for what this machine cannot do.
     """
-    chosen = _chosen(_choice())
-    return None if chosen is None or chosen.name == "portable" else chosen
+    return _chosen(_choice())
 
 
 def kernels_of(dtype: torch.dtype) -> Cpu | None:
@@ -152,19 +163,15 @@ def attention_kernels(dtype: torch.dtype) -> Cpu | None:
     """Return the kernels that attend in this type; None where PyTorch's operators are to.
 
     Those of :func:`kernels_of`; else the portable ones, which decode in a third of PyTorch's time with AVX2 and
-    AVX-512, and take 1.0 to 2.2 times as long over prompts (LOG.md has the figures), where they were compiled for more
-    than every processor has.
+    AVX-512 (LOG.md has the figures), where they were compiled for more than every processor has.
 
     Raises:
         InputError: as :func:`kernels_of`.
     """
     choice = _choice()
-    if choice == "portable":
-        return _chosen(choice)
     found = kernels_of(dtype)
-    if found is None and choice == "auto" and _chosen(choice) is not None:
-        portable = _chosen("portable")
-        return portable if portable is not None and portable.build > 0 else None
+    if choice == "portable" or (found is None and choice == "auto" and _chosen(choice) is not None):
+        return _chosen("portable")
     return found
 
 
@@ -197,8 +204,10 @@ def _chosen(choice: str) -> Cpu | None:
         )
     if found is None:
         return None
-    name = kinds[0] if choice == "auto" else choice
-    kernels = Cpu(name=name, module=found, build=max(found.portable_builds()))
+    name, build = kinds[0] if choice == "auto" else choice, max(found.portable_builds())
+    if choice == "auto" and name == "portable" and build == 0:
+        return None
+    kernels = Cpu(name=name, module=found, build=build)
     kernels.follow_threads()
     return kernels
 
@@ -380,7 +389,7 @@ class PagedPlan:
         assert sinks is None, "layers with sinks attend by PyTorch's operators"
         out = torch.empty(len(q), q.shape[1] * q.shape[2] * q.shape[3], dtype=q.dtype)
         self.plan.attend(
-            self.kernels.amx,
+            self.kernels.kind,
             slot,
             q.data_ptr(),
             q.stride(0),
@@ -397,4 +406,4 @@ class PagedPlan:
             slot: the layer's place in the group.
             q: as for :meth:`attend`.
         """
-        self.plan.weigh(self.kernels.amx, slot, q.data_ptr(), q.stride(0))
+        self.plan.weigh(self.kernels.name == "amx", slot, q.data_ptr(), q.stride(0))

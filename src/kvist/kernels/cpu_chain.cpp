@@ -6,12 +6,14 @@
 
 namespace kvist {
 
-void Chain::run(const Team& threads, bool amx, const std::vector<Plan*>& plans, const std::vector<const float*>& tables,
-                bf16* stream, bf16* change, bf16* kept, std::int64_t rows, std::int64_t count) {
-    threads.together([&](const Team& team) { run_layers(team, amx, plans, tables, stream, change, kept, rows, count); });
+void Chain::run(const Team& threads, const Kernels& kernels, const std::vector<Plan*>& plans,
+                const std::vector<const float*>& tables, bf16* stream, bf16* change, bf16* kept, std::int64_t rows,
+                std::int64_t count) {
+    threads.together(
+        [&](const Team& team) { run_layers(team, kernels, plans, tables, stream, change, kept, rows, count); });
 }
 
-void Chain::run_layers(const Team& team, bool amx, const std::vector<Plan*>& plans,
+void Chain::run_layers(const Team& team, const Kernels& kernels, const std::vector<Plan*>& plans,
                        const std::vector<const float*>& tables, bf16* stream, bf16* change, bf16* kept,
                        std::int64_t rows, std::int64_t count) {
     const bf16* late = nullptr;  // what is still to be added to the stream, and the norm that it goes through first
@@ -27,21 +29,21 @@ void Chain::run_layers(const Team& team, bool amx, const std::vector<Plan*>& pla
         bf16* projected = reserve(projected_, width);
         bf16* mixed = reserve(mixed_, queries);
         bf16* inner = reserve(inner_, layer.down->inputs);
-        avx512::add_norm(team, stream, late, after, layer.before_mixer, normed, rows, hidden, layer.mixer_eps);
-        avx512::multiply(*layer.qkv, team, amx, normed, rows, projected, layer.qkv_bias, layer.output);
-        avx512::rotate(team, projected, rows, width, layer.queries + layer.kv_heads, layer.dim, tables[2 * layer.rope],
+        kernels.add_norm(team, stream, late, after, layer.before_mixer, normed, rows, hidden, layer.mixer_eps);
+        kernels.multiply(*layer.qkv, team, normed, rows, projected, layer.qkv_bias, layer.output);
+        kernels.rotate(team, projected, rows, width, layer.queries + layer.kv_heads, layer.dim, tables[2 * layer.rope],
                        tables[2 * layer.rope + 1], layer.heads, layer.heads_eps);
-        avx512::spread(team, projected + layer.spread_begin * layer.dim, rows, width,
+        kernels.spread(team, projected + layer.spread_begin * layer.dim, rows, width,
                        layer.spread_end - layer.spread_begin, layer.dim, layer.spread);
         for (std::int64_t row = 0; kept != nullptr && row < rows; ++row, kept += queries)
             std::memcpy(kept, projected + row * width, 2 * static_cast<std::size_t>(queries));
-        avx512::attend(*plans[layer.group], team, amx, layer.slot, projected, width, projected + queries, width, mixed);
+        kernels.attend(*plans[layer.group], team, layer.slot, projected, width, projected + queries, width, mixed);
         if (layer.turns_back)
-            avx512::spread(team, mixed, rows, queries, layer.queries, layer.dim, layer.spread);
-        avx512::multiply(*layer.output, team, amx, mixed, rows, change, layer.output_bias, layer.gate_up);
-        avx512::add_norm(team, stream, change, layer.after_mixer, layer.before_mlp, normed, rows, hidden, layer.mlp_eps);
-        avx512::multiply(*layer.gate_up, team, amx, normed, rows, inner, layer.gate_up_bias, layer.down);
-        avx512::multiply(*layer.down, team, amx, inner, rows, change, layer.down_bias,
+            kernels.spread(team, mixed, rows, queries, layer.queries, layer.dim, layer.spread);
+        kernels.multiply(*layer.output, team, mixed, rows, change, layer.output_bias, layer.gate_up);
+        kernels.add_norm(team, stream, change, layer.after_mixer, layer.before_mlp, normed, rows, hidden, layer.mlp_eps);
+        kernels.multiply(*layer.gate_up, team, normed, rows, inner, layer.gate_up_bias, layer.down);
+        kernels.multiply(*layer.down, team, inner, rows, change, layer.down_bias,
                          index + 1 < count ? layers[static_cast<std::size_t>(index + 1)].qkv : nullptr);
         late = change;
         after = layer.after_mlp;

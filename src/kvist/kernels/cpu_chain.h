@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "cpu.h"
+#include "cpu_kinds.h"
 
 namespace kvist {
 
@@ -33,11 +33,12 @@ class Chain {
     //   tables   cosines and sines of each rotation, by turns: float32 [rows, dim / 2]
     //   stream   bf16 [rows, hidden], in and out; what the last layer adds to it goes to `change`, not normed
     //   kept     where each layer's queries go, [rows, queries, dim] one after the other; null: nowhere
-    void run(const Team& team, bool amx, const std::vector<Plan*>& plans, const std::vector<const float*>& tables,
-             bf16* stream, bf16* change, bf16* kept, std::int64_t rows, std::int64_t count);
+    void run(const Team& team, const Kernels& kernels, const std::vector<Plan*>& plans,
+             const std::vector<const float*>& tables, bf16* stream, bf16* change, bf16* kept, std::int64_t rows,
+             std::int64_t count);
 
   private:
-    void run_layers(const Team& team, bool amx, const std::vector<Plan*>& plans,
+    void run_layers(const Team& team, const Kernels& kernels, const std::vector<Plan*>& plans,
                     const std::vector<const float*>& tables, bf16* stream, bf16* change, bf16* kept, std::int64_t rows,
                     std::int64_t count);
 

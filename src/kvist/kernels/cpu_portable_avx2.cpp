@@ -1,4 +1,4 @@
-// Attention for x86 with AVX2, FMA and F16C.
+// The operators for x86 with AVX2, FMA and F16C.
 
 #include "cpu_portable.h"
 
@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cpuid.h>
 #include <cstring>
 #include <type_traits>
@@ -28,6 +29,7 @@ bool supported() {
 #include <immintrin.h>
 
 #define KVIST_LANES 8
+#define KVIST_X86 1
 #define KVIST_F16C 1
 
 namespace kvist::portable::avx2 {
@@ -44,6 +46,10 @@ namespace kvist::portable::avx2 {
 
 #include "cpu_portable_attention.h"
 
+#include "cpu_portable_products.h"
+
+#include "cpu_portable_elementwise.h"
+
 }  // namespace kvist::portable::avx2
 
 #if defined(__clang__)
@@ -52,11 +58,8 @@ namespace kvist::portable::avx2 {
 
 #else
 
-#include <stdexcept>
-
 namespace kvist::portable::avx2 {
 bool supported() { return false; }
-void attend(Plan&, const Team&, const Call&) { throw std::logic_error("built for another architecture"); }
 }  // namespace kvist::portable::avx2
 
 #endif

@@ -1,4 +1,4 @@
-// Attention for x86 with AVX-512, whether or not it has instructions for bf16.
+// The operators for x86 with AVX-512, whether or not it has instructions for bf16.
 
 #include "cpu_portable.h"
 
@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <type_traits>
 
@@ -26,6 +27,7 @@ bool supported() {
 #include <immintrin.h>
 
 #define KVIST_LANES 16
+#define KVIST_X86 1
 
 namespace kvist::portable::avx512 {
 
@@ -41,6 +43,10 @@ namespace kvist::portable::avx512 {
 
 #include "cpu_portable_attention.h"
 
+#include "cpu_portable_products.h"
+
+#include "cpu_portable_elementwise.h"
+
 }  // namespace kvist::portable::avx512
 
 #if defined(__clang__)
@@ -49,11 +55,8 @@ namespace kvist::portable::avx512 {
 
 #else
 
-#include <stdexcept>
-
 namespace kvist::portable::avx512 {
 bool supported() { return false; }
-void attend(Plan&, const Team&, const Call&) { throw std::logic_error("built for another architecture"); }
 }  // namespace kvist::portable::avx512
 
 #endif

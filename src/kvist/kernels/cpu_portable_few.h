@@ -135,14 +135,14 @@ __attribute__((noinline)) static void few_codes_of(const float* weights, const c
 template <class Some>
 KVIST_INLINE void of_codec(Codec codec, Some&& some) {
     switch (codec) {
-        case Codec::kBfloat16: return some(std::integral_constant<Codec, Codec::kBfloat16>());
-        case Codec::kFloat16: return some(std::integral_constant<Codec, Codec::kFloat16>());
-        case Codec::kFloat32: return some(std::integral_constant<Codec, Codec::kFloat32>());
-        case Codec::kFp8: return some(std::integral_constant<Codec, Codec::kFp8>());
-        case Codec::kInt8: return some(std::integral_constant<Codec, Codec::kInt8>());
-        case Codec::kInt4: return some(std::integral_constant<Codec, Codec::kInt4>());
-        case Codec::kInt4Affine: return some(std::integral_constant<Codec, Codec::kInt4Affine>());
-        case Codec::kInt4Channels: return some(std::integral_constant<Codec, Codec::kInt4Channels>());
+        case Codec::kBfloat16: return some(Known<Codec, Codec::kBfloat16>());
+        case Codec::kFloat16: return some(Known<Codec, Codec::kFloat16>());
+        case Codec::kFloat32: return some(Known<Codec, Codec::kFloat32>());
+        case Codec::kFp8: return some(Known<Codec, Codec::kFp8>());
+        case Codec::kInt8: return some(Known<Codec, Codec::kInt8>());
+        case Codec::kInt4: return some(Known<Codec, Codec::kInt4>());
+        case Codec::kInt4Affine: return some(Known<Codec, Codec::kInt4Affine>());
+        case Codec::kInt4Channels: return some(Known<Codec, Codec::kInt4Channels>());
     }
 }
 
@@ -151,9 +151,9 @@ template <class Some>
 KVIST_INLINE void by_rows(int rows, Some&& some) {
     for (int r = 0; r < rows;) {
         const int count = rows - r == 4 ? 2 : std::min(3, rows - r);
-        if (count == 3) some(r, std::integral_constant<int, 3>());
-        if (count == 2) some(r, std::integral_constant<int, 2>());
-        if (count == 1) some(r, std::integral_constant<int, 1>());
+        if (count == 3) some(r, Known<int, 3>());
+        if (count == 2) some(r, Known<int, 2>());
+        if (count == 1) some(r, Known<int, 1>());
         r += count;
     }
 }

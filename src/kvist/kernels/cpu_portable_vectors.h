@@ -5,6 +5,12 @@
 
 constexpr int kLanes = KVIST_LANES;
 
+// A number that is known when this is compiled, as an argument.
+template <class T, T kValue>
+struct Known {
+    static constexpr T value = kValue;
+};
+
 typedef float Floats __attribute__((vector_size(4 * KVIST_LANES)));
 typedef float Eight __attribute__((vector_size(32)));
 typedef float Four __attribute__((vector_size(16)));

@@ -62,5 +62,5 @@ class Matrix:
         x = x.contiguous()
         out = torch.empty(len(x), self.width, dtype=self.dtype)
         bias = 0 if self.bias is None else self.bias.data_ptr()
-        self.packed.multiply(self.kernels.amx, x.data_ptr(), len(x), out.data_ptr(), bias)
+        self.packed.multiply(self.kernels.kind, x.data_ptr(), len(x), out.data_ptr(), bias)
         return out

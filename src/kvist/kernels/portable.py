@@ -1,5 +1,4 @@
-"""Paged attention where the kernels of :mod:`kvist.kernels.cpu` do not compute: on processors without AVX-512's BF16
-instructions, and in float32 and float16 everywhere.
+"""Paged attention on processors without AVX-512's BF16 instructions, and in float32 and float16 everywhere.
 
 C++ for any processor, in float32 arithmetic, over blocks of every codec; compiled for what all processors of the
 architecture have, and on x86 for AVX2 and AVX-512 besides.

@@ -94,7 +94,7 @@ class Chain:
         return (
             isinstance(stream, FusedResidual)
             and len(stream.x) <= MOST_ROWS
-            and all(type(step.plans[group]) is PagedPlan for group in self.groups)
+            and all(isinstance(step.plans[group], PagedPlan) for group in self.groups)
             and all(isinstance(rotation, FusedRotation) for rotation in step.rotations)
         )
 
@@ -125,7 +125,7 @@ class Chain:
             sizes = [rows * (slots.stop - slots.start) * math.prod(shape) for _, slots, shape in seen]
             kept = torch.empty(sum(sizes), dtype=change.dtype)
         self.chain.run(
-            self.kernels.amx,
+            self.kernels.kind,
             plans,
             tables,
             stream.x.data_ptr(),

@@ -1,6 +1,6 @@
 """The operators of a decoder's weights: products and gated products.
 
-In bf16 the C++ kernels multiply where this machine has them. Elsewhere the weights are laid out once as oneDNN wants
+In bf16 the C++ kernels multiply where this machine has some. Elsewhere the weights are laid out once as oneDNN wants
 them: its plain entry point would reorder them in every call, which costs as much as the product itself while few tokens
 are computed. Weights that a file holds in 4 bits are then kept packed as well, for steps of few rows.
 """
@@ -100,8 +100,10 @@ class Logits:
     """
 
     def __init__(self, weight: Tensor, codes: Codes | None = None, *, tied: bool = False) -> None:
-        # A second copy in the kernels' order is worth its memory only where it is smaller than the first.
-        self.matrix = None if tied and codes is None else _matrix(weight, None, codes, "f32")
+        # A second copy in the kernels' order is worth its memory where it is smaller than the first, or nothing else
+        # multiplies in this type.
+        second = tied and codes is None and can_pack(weight.dtype)
+        self.matrix = None if second else _matrix(weight, None, codes, "f32")
         if self.matrix is None:
             self.weight = weight
         self.reordered = can_pack(weight.dtype)

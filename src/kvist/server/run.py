@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvist.cli_values import by_name, cache_format, format_said
 from kvist.errors import InputError
 from kvist.server.loading import ended_by_signals, ignore_signals
+from kvist.spec.model import ModelSpec
 
 if TYPE_CHECKING:
     from kvist.server.backend import Backend
@@ -38,7 +39,7 @@ def serve(args: Namespace) -> int:
     # First the address, which can fail at once, then the model, which takes seconds.
     with ended_by_signals(), bind(args.host, args.port) as listener:
         from kvist.engine.engine import Engine
-        from kvist.engine.loading import best_dtype
+        from kvist.engine.loading import DEFAULT_MODEL, best_dtype
         from kvist.engine.loop import EngineLoop
 
         given = {
@@ -49,7 +50,8 @@ def serve(args: Namespace) -> int:
         }  # fmt: skip
         settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if format_said(args):
-            settings["format"] = cache_format(args, args.dtype or best_dtype())
+            spec = ModelSpec.read(args.model or DEFAULT_MODEL)
+            settings["format"] = cache_format(args, args.dtype or best_dtype(spec))
         if args.cartridge:
             settings["cartridges"] = by_name(args.cartridge)
         model = (args.model,) if args.model else ()
