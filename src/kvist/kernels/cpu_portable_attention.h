@@ -8,7 +8,8 @@
 //
 // Running maxima and sums follow FlashAttention-2 (arXiv:2307.08691).
 
-constexpr int kFew = 8;  // queries that are few
+constexpr int kFew = 8;     // queries that are few
+constexpr int kAhead = 32;  // keys ahead of which others are asked for
 constexpr int kTurned = 2 * KVIST_LANES < 16 ? 16 : 2 * KVIST_LANES;  // keys that are turned at a time
 constexpr float kHidden = -1e30f;
 constexpr float kLog2E = 1.44269504f;
@@ -40,9 +41,11 @@ class Job {
         begin_ = unit.first_key;
         end_ = std::min(unit.end_key, most + 1);
         if (plan_.window > 0) begin_ = std::max(begin_, least - plan_.window + 1);
+        const std::int64_t first = begin_ / 16 * 16;
+        for (std::int64_t key = first; key < first + kAhead; key += kSixteen) fetch(key);
         each_head([&] { read_queries(); });
         // Tokens before the first that counts lie in the same block, and were written.
-        for (std::int64_t key = begin_ / 16 * 16; key < end_; key += kKeys) each_head([&] { pass(key); });
+        for (std::int64_t key = first; key < end_; key += kKeys) each_head([&] { pass(key); });
         each_head([&] { write(partials); });
     }
 
@@ -140,8 +143,7 @@ class Job {
             add_many(first, count);
     }
 
-    // Asks for sixteen keys and values of a later pass, of all heads: they lie side by side, those of the next here and
-    // there.
+    // Asks for sixteen keys and values of all heads, which lie side by side; where the next lie no processor guesses.
     void fetch(std::int64_t key) const {
         if (key >= end_) return;
         const char* block = block_of(key);
@@ -164,7 +166,7 @@ class Job {
 
     void score_few(std::int64_t first, int padded) {
         for (int at = 0; at < padded; at += kSixteen) {
-            if (head_ == first_head_) fetch(first + kKeys + at);
+            if (head_ == first_head_) fetch(first + at + kAhead);
             const char* run = block_of(first + at) + shape_.key_run(head_);
             const int slot = slot_of(first + at);
             read_row_scales(keys_, run, slot, scale_);
@@ -212,6 +214,7 @@ class Job {
     void score_many(std::int64_t first, int count) {
         for (int at = 0; at < count; at += kTurned) {
             const int some = std::min(kTurned, (count - at + 15) / 16 * 16);
+            for (int t = 0; t < some && head_ == first_head_; t += kSixteen) fetch(first + at + t + kAhead);
             read_tile(keys_, shape_.key_run(head_), first + at, std::min(some, count - at));
             transpose(rows_, stride(), some, shape_.dim, columns_, kTurned);
             product<false>(q_, queries_, shape_.dim, columns_, kTurned, some, shape_.dim, scores_ + at, kKeys);

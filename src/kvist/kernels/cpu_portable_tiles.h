@@ -5,9 +5,12 @@
 template <int kRows, int kWide, bool kAdd>
 __attribute__((noinline)) static void product_rows(const float* a, int a_stride, const float* b, int b_stride, int k,
                                                     float* c, int c_stride) {
-    Floats sum[kRows][kWide] = {};
+    Floats sum[kRows][kWide];
     const float* row[kRows];
-    for (int r = 0; r < kRows; ++r) row[r] = a + r * a_stride;
+    for (int r = 0; r < kRows; ++r) {
+        row[r] = a + r * a_stride;
+        for (int m = 0; m < kWide; ++m) sum[r][m] = kAdd ? load(c + r * c_stride + m * kLanes) : Floats{};
+    }
     for (int i = 0; i < k; ++i, b += b_stride) {
         Floats right[kWide];
         for (int m = 0; m < kWide; ++m) right[m] = load(b + m * kLanes);
@@ -16,12 +19,8 @@ __attribute__((noinline)) static void product_rows(const float* a, int a_stride,
             for (int m = 0; m < kWide; ++m) sum[r][m] += left * right[m];
         }
     }
-    for (int r = 0; r < kRows; ++r) {
-        for (int m = 0; m < kWide; ++m) {
-            float* to = c + r * c_stride + m * kLanes;
-            store(to, kAdd ? load(to) + sum[r][m] : sum[r][m]);
-        }
-    }
+    for (int r = 0; r < kRows; ++r)
+        for (int m = 0; m < kWide; ++m) store(c + r * c_stride + m * kLanes, sum[r][m]);
 }
 
 // The same for any number of rows: six at a time and two vectors fill sixteen registers best.
@@ -64,28 +63,30 @@ KVIST_INLINE void transpose_square(const float* from, int from_stride, float* to
     store(to + 3 * to_stride, __builtin_shufflevector(ba, dc, 2, 3, 6, 7));
 }
 #elif KVIST_SHUFFLES
+// Halves of rows four apart side by side, so that no later step crosses the middle of a register.
+KVIST_INLINE Eight halves_of(const float* row, int from_stride) {
+    Four low, high;
+    std::memcpy(&low, row, sizeof low);
+    std::memcpy(&high, row + 4 * from_stride, sizeof high);
+    return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7);
+}
+KVIST_INLINE void store_eight(float* to, Eight x) { std::memcpy(to, &x, sizeof x); }
+
+KVIST_INLINE void transpose_half(const float* from, int from_stride, float* to, int to_stride) {
+    const Eight a = halves_of(from, from_stride), b = halves_of(from + from_stride, from_stride);
+    const Eight c = halves_of(from + 2 * from_stride, from_stride), d = halves_of(from + 3 * from_stride, from_stride);
+    const Eight ab = __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13);
+    const Eight cd = __builtin_shufflevector(c, d, 0, 8, 1, 9, 4, 12, 5, 13);
+    const Eight ba = __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+    const Eight dc = __builtin_shufflevector(c, d, 2, 10, 3, 11, 6, 14, 7, 15);
+    store_eight(to, __builtin_shufflevector(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13));
+    store_eight(to + to_stride, __builtin_shufflevector(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15));
+    store_eight(to + 2 * to_stride, __builtin_shufflevector(ba, dc, 0, 1, 8, 9, 4, 5, 12, 13));
+    store_eight(to + 3 * to_stride, __builtin_shufflevector(ba, dc, 2, 3, 10, 11, 6, 7, 14, 15));
+}
 KVIST_INLINE void transpose_square(const float* from, int from_stride, float* to, int to_stride) {
-    // Halves of rows four apart side by side, so that no later step crosses the middle of a register.
-    Eight x[8];
-    for (int r = 0; r < 8; ++r) {
-        Four low, high;
-        const float* row = from + r % 4 * from_stride + r / 4 * 4;
-        std::memcpy(&low, row, sizeof low);
-        std::memcpy(&high, row + 4 * from_stride, sizeof high);
-        x[r] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7);
-    }
-    for (int half = 0; half < 2; ++half, to += 4 * to_stride) {
-        const Eight *y = x + 4 * half, a = y[0], b = y[1], c = y[2], d = y[3];
-        const Eight ab = __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13);
-        const Eight cd = __builtin_shufflevector(c, d, 0, 8, 1, 9, 4, 12, 5, 13);
-        const Eight ba = __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
-        const Eight dc = __builtin_shufflevector(c, d, 2, 10, 3, 11, 6, 14, 7, 15);
-        const Eight turned[4] = {__builtin_shufflevector(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13),
-                                 __builtin_shufflevector(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15),
-                                 __builtin_shufflevector(ba, dc, 0, 1, 8, 9, 4, 5, 12, 13),
-                                 __builtin_shufflevector(ba, dc, 2, 3, 10, 11, 6, 7, 14, 15)};
-        for (int r = 0; r < 4; ++r) std::memcpy(to + r * to_stride, &turned[r], sizeof turned[r]);
-    }
+    transpose_half(from, from_stride, to, to_stride);
+    transpose_half(from + 4, from_stride, to + 4 * to_stride, to_stride);
 }
 #else
 KVIST_INLINE void transpose_square(const float* from, int from_stride, float* to, int to_stride) {
