@@ -25,8 +25,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.engine.machine import zeros
-from kvist.kernels.cpu import PagedAttention, cpu
+from kvist.kernels.cpu import PagedAttention, attention_kernels
 from kvist.kernels.dense import Scores
+from kvist.kernels.portable import PortableAttention
 from kvist.kernels.spans import Span
 from kvist.spec.formats import CacheFormat
 from kvist.spec.layers import Attention
@@ -66,10 +67,11 @@ def ours(shape: tuple[int, int, int], sequences: int, context: int, fmt: tuple[s
     )
     blocks = sequences * -(-context // BLOCK)
     layout = ArenaLayout.of([group], (blocks + 16) * group.block_bytes)
-    kernels = cpu()
+    kernels = attention_kernels(torch.bfloat16)
     assert kernels is not None, "no C++ kernels here"
     store = PagedKV(zeros(layout.total_bytes), group, layout, 0, Scratch())
-    memory = PagedAttention(kernels, store, Scores(scale=dim**-0.5), repeats)
+    attention = PortableAttention if kernels.name == "portable" else PagedAttention
+    memory = attention(kernels, store, Scores(scale=dim**-0.5), repeats)
     ids = np.random.default_rng(0).permutation(layout.total_blocks(0))[:blocks].reshape(sequences, -1)
     fill(memory, ids, context - 1, layers, kv_heads, repeats, dim)
     plan = memory.plan([Span(table=table, start=context - 1, count=1) for table in ids])
