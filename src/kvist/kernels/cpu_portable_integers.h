@@ -105,7 +105,7 @@ class InIntegers {
     void decode(std::int64_t panel, std::int64_t step, int some, char* decoded) const {
         auto* to = reinterpret_cast<Step*>(decoded);
         for (int i = 0; i < some; ++i, ++to) {
-            fetch_step(m_, panel, step + i + kAhead);
+            fetch_step(m_, panel, step + i + kStepsAhead);
             for (int side = 0; side < 2; ++side) {
                 const std::uint8_t* from = tile_of(m_, panel, step + i, side);
                 if (m_.bits == 4)

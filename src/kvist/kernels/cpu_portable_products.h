@@ -15,7 +15,7 @@ constexpr int kSide = 16;   // outputs of a tile
 constexpr int kBlockRows = 64;
 constexpr std::int64_t kTasks = 8;  // a thread, at least, where there is enough to do
 constexpr int kChunk = 4;           // steps that are decoded at a time
-constexpr int kAhead = 8;           // steps that are asked for before they are decoded
+constexpr int kStepsAhead = 8;      // steps that are asked for before they are decoded
 
 // ---- results --------------------------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class InFloats {
     void decode(std::int64_t panel, std::int64_t step, int some, char* decoded) const {
         auto* to = reinterpret_cast<float*>(decoded);
         for (int i = 0; i < some; ++i, to += kStep * kPanel) {
-            fetch_step(m_, panel, step + i + kAhead);
+            fetch_step(m_, panel, step + i + kStepsAhead);
             for (int side = 0; side < 2; ++side) decode_tile(m_, tile_of(m_, panel, step + i, side), to + side * kSide);
         }
     }
