@@ -147,10 +147,14 @@ def weights_loaded_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["smollm2-135m", "gemma-3-270m"])
-def subject(request: pytest.FixtureRequest) -> Subject:
+@pytest.fixture(scope="module")
+def subject(smollm2_path: Path) -> Subject:
+    """SmolLM2; Gemma-3 is in test_equivalence_gemma.py, which another process may run."""
+    return subject_of(smollm2_path)
+
+
+def subject_of(path: Path) -> Subject:
     """Twenty prompts of mixed lengths with answers of 64 tokens from a batch, each verified by transformers."""
-    path = request.getfixturevalue("smollm2_path" if request.param == "smollm2-135m" else "gemma_path")
     with pytest.MonkeyPatch.context() as patch:
         # transformers opens the file twice, and makes the names of tensors anew for each module.
         patch.setattr(gguf, "GGUFReader", cache(Reader))
