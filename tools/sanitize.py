@@ -40,8 +40,8 @@ LEFT_OUT = "not real_models and not stored_weights"
 # Every kernel, on every codec.
 QUICK = (
     "bytes_are or many_queries or sinks or every_codec or edges or never_written or rotation or residuals or gates "
-    "or many_rows or products and 160-576 or same_to_the_bit and llama or cut_among or by_channel and not have "
-    "or sums_do_not or byte_by_byte"
+    "or many_rows or products and 160-576 or spreading or same_to_the_bit and llama or cut_among "
+    "or by_channel and not have or sums_do_not or byte_by_byte"
 )
 
 
