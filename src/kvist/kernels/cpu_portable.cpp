@@ -29,6 +29,8 @@ namespace kvist::portable::baseline {
 
 #include "cpu_portable_tiles.h"
 
+#include "cpu_portable_ahead.h"
+
 #include "cpu_portable_few.h"
 
 #include "cpu_portable_attention.h"

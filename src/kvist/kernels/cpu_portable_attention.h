@@ -9,7 +9,6 @@
 // Running maxima and sums follow FlashAttention-2 (arXiv:2307.08691).
 
 constexpr int kFew = 8;     // queries that are few
-constexpr int kAhead = 32;  // keys ahead of which others are asked for
 constexpr int kTurned = 2 * KVIST_LANES < 16 ? 16 : 2 * KVIST_LANES;  // keys that are turned at a time
 constexpr float kHidden = -1e30f;
 constexpr float kLog2E = 1.44269504f;
@@ -22,30 +21,24 @@ static Buffer& of_this_thread() {
 
 class Job {
   public:
-    Job(const Plan& plan, const Segment& segment, const Call& call)
-        : plan_(plan), segment_(segment), shape_(segment.geometry), arena_(segment.layer(call.slot)), call_(call),
-          keys_{shape_.key, shape_.block_tokens, shape_.dim}, values_{shape_.value, shape_.block_tokens, shape_.dim} {}
+    Job(const Plan& plan, const Keys& keys, const Call& call)
+        : plan_(plan), segment_(*keys.segment), shape_(segment_.geometry), arena_(segment_.layer(call.slot)), call_(call),
+          keys_{shape_.key, shape_.block_tokens, shape_.dim}, values_{shape_.value, shape_.block_tokens, shape_.dim},
+          met_(keys), unit_(keys.unit), begin_(keys.begin), end_(keys.end) {}
 
-    // Heads `first_head … first_head + heads - 1`. All of them meet 128 keys, which lie side by side, before the next.
-    void run(const Unit& unit, int first_head, int heads, float* partials) {
-        unit_ = &unit;
+    // Heads `first_head … first_head + heads - 1`. All of them meet 128 keys, which lie side by side, before the next;
+    // `next` is asked for at last.
+    void run(int first_head, int heads, const Ahead& next, float* partials) {
         first_head_ = first_head;
         heads_ = heads;
-        queries_ = (unit.end_row - unit.first_row) * shape_.repeats;
+        queries_ = (unit_->end_row - unit_->first_row) * shape_.repeats;
         reserve();
-        std::int64_t least = segment_.seen[unit.first_row], most = least;
-        for (int row = unit.first_row; row < unit.end_row; ++row) {
-            least = std::min(least, segment_.seen[row]);
-            most = std::max(most, segment_.seen[row]);
-        }
-        begin_ = unit.first_key;
-        end_ = std::min(unit.end_key, most + 1);
-        if (plan_.window > 0) begin_ = std::max(begin_, least - plan_.window + 1);
-        const std::int64_t first = begin_ / 16 * 16;
-        for (std::int64_t key = first; key < first + kAhead; key += kSixteen) fetch(key);
         each_head([&] { read_queries(); });
-        // Tokens before the first that counts lie in the same block, and were written.
-        for (std::int64_t key = first; key < end_; key += kKeys) each_head([&] { pass(key); });
+        for (std::int64_t key = met_.first(); key < end_; key += kKeys) {
+            ahead_ = key + kKeys < end_ ? Ahead(met_, key + kKeys, call_.slot, first_head, heads) : next;
+            each_head([&] { pass(key); });
+            ahead_.rest();
+        }
         each_head([&] { write(partials); });
     }
 
@@ -143,34 +136,12 @@ class Job {
             add_many(first, count);
     }
 
-    // Asks for sixteen keys and values of all heads, which lie side by side; where the next lie no processor guesses.
-    void fetch(std::int64_t key) const {
-        if (key >= end_) return;
-        const char* block = block_of(key);
-        const int slot = slot_of(key);
-        for (int h = first_head_; h < first_head_ + heads_; ++h)
-            fetch_run(keys_, block + shape_.key_run(h), shape_.key_run_bytes, slot);
-        for (int h = first_head_; h < first_head_ + heads_; ++h)
-            fetch_run(values_, block + shape_.value_run(h), shape_.value_run_bytes, slot);
-    }
-
-    // Of a run with scales all, where it is a block of sixteen tokens; in longer ones they lie here and there.
-    void fetch_run(const Side& side, const char* run, std::int64_t bytes, int slot) const {
-        if (side.tokens > kSixteen) {
-            if (has_scales(side.codec)) return;
-            bytes = kSixteen * side.row_bytes();
-            run += slot * side.row_bytes();
-        }
-        for (std::int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(run + at);
-    }
-
     void score_few(std::int64_t first, int padded) {
         for (int at = 0; at < padded; at += kSixteen) {
-            if (head_ == first_head_) fetch(first + at + kAhead);
             const char* run = block_of(first + at) + shape_.key_run(head_);
             const int slot = slot_of(first + at);
             read_row_scales(keys_, run, slot, scale_);
-            few_scores(keys_, q_, queries_, run, slot, scale_, scores_ + at);
+            few_scores(keys_, q_, queries_, run, slot, scale_, scores_ + at, ahead_);
         }
     }
 
@@ -181,10 +152,10 @@ class Job {
         for (int at = 0; at < padded; at += kSixteen)
             sixteens[at / kSixteen] =
                 block_of(first + at) + shape_.value_run(head_) + slot_of(first + at) * token_bytes;
-        if (!codes) return few_values(values_, scores_, queries_, sixteens, count, out_);
+        if (!codes) return few_values(values_, scores_, queries_, sixteens, count, out_, ahead_);
         for (int g = 0; g < values_.groups(); ++g) {
             weigh_group(first, count, padded, g);
-            few_codes(values_, weights_, queries_, sixteens, g, padded, out_);
+            few_codes(values_, weights_, queries_, sixteens, g, padded, out_, ahead_);
         }
     }
 
@@ -214,7 +185,7 @@ class Job {
     void score_many(std::int64_t first, int count) {
         for (int at = 0; at < count; at += kTurned) {
             const int some = std::min(kTurned, (count - at + 15) / 16 * 16);
-            for (int t = 0; t < some && head_ == first_head_; t += kSixteen) fetch(first + at + t + kAhead);
+            ahead_.some(some * keys_.row_bytes());
             read_tile(keys_, shape_.key_run(head_), first + at, std::min(some, count - at));
             transpose(rows_, stride(), some, shape_.dim, columns_, kTurned);
             product<false>(q_, queries_, shape_.dim, columns_, kTurned, some, shape_.dim, scores_ + at, kKeys);
@@ -222,6 +193,7 @@ class Job {
     }
 
     void add_many(std::int64_t first, int count) {
+        ahead_.some(count * values_.row_bytes());
         if (has_scales(shape_.value)) {
             for (int at = 0; at < count; at += kSixteen) turn_values(first + at, rows_ + at * stride());
         } else {
@@ -331,9 +303,11 @@ class Job {
     const char* const arena_;
     const Call& call_;
     const Side keys_, values_;
-    const Unit* unit_ = nullptr;
+    const Keys& met_;
+    const Unit* const unit_;
+    const std::int64_t begin_, end_;
+    Ahead ahead_;
     int first_head_ = 0, heads_ = 0, head_ = 0, queries_ = 0;
-    std::int64_t begin_ = 0, end_ = 0;
     float *q_ = nullptr, *out_ = nullptr, *scores_ = nullptr, *weights_ = nullptr, *columns_ = nullptr,
           *rows_ = nullptr, *scale_ = nullptr, *least_ = nullptr, *max_ = nullptr, *sum_ = nullptr,
           *all_q_ = nullptr, *all_out_ = nullptr, *all_max_ = nullptr, *all_sum_ = nullptr;
@@ -373,13 +347,21 @@ void attend(Plan& plan, const Team& team, const Call& call) {
     const auto jobs = static_cast<std::int64_t>(plan.tasks.size());
     std::atomic<std::int64_t> next{0};
     team.run([&](int) {
-        for (;;) {
+        const auto first_of = [&](std::int64_t index) {
+            if (index >= jobs) return Ahead();
+            const Task& task = plan.tasks[index];
+            const Keys keys(plan, plan.units[task.unit]);
+            return Ahead(keys, keys.first(), call.slot, task.head, task.heads);
+        };
+        for (bool begun = false;; begun = true) {
             const std::int64_t index = next.fetch_add(1, std::memory_order_relaxed);
             if (index >= jobs) break;
+            if (!begun) first_of(index).rest();
             const Task& task = plan.tasks[index];
-            const Unit& unit = plan.units[task.unit];
-            Job job(plan, plan.segments[unit.segment], call);
-            job.run(unit, task.head, task.heads, plan.partials.data());
+            const Keys keys(plan, plan.units[task.unit]);
+            Job job(plan, keys, call);
+            // Another thread may take it first, which is rare.
+            job.run(task.head, task.heads, first_of(next.load(std::memory_order_relaxed)), plan.partials.data());
         }
     });
     team.share(static_cast<std::int64_t>(plan.merged_rows.size()), 8,

@@ -42,6 +42,8 @@ namespace kvist::portable::avx2 {
 
 #include "cpu_portable_tiles.h"
 
+#include "cpu_portable_ahead.h"
+
 #include "cpu_portable_few.h"
 
 #include "cpu_portable_attention.h"

@@ -39,6 +39,8 @@ namespace kvist::portable::avx512 {
 
 #include "cpu_portable_tiles.h"
 
+#include "cpu_portable_ahead.h"
+
 #include "cpu_portable_few.h"
 
 #include "cpu_portable_attention.h"

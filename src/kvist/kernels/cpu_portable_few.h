@@ -3,8 +3,6 @@
 //
 // Tokens come sixteen at a time: blocks lie here and there, and are whole vectors of sixteen.
 
-constexpr int kSixteen = 16;
-
 // How a vector of a token's elements is read that lie in rows, `d + i … d + i + kLanes - 1`: d a multiple of kElements, i
 // below it. `scale` is as `read_row_scales` leaves it.
 template <Codec kCodec>
@@ -49,8 +47,9 @@ static void read_row_scales(const Side& side, const char* run, int slot, float* 
 // registers.
 template <Codec kCodec, int kRows>
 __attribute__((noinline)) static void few_scores_of(const float* q, const char* rows, std::int64_t row_bytes,
-                                                    const float* scale, int step, int dim, float* scores) {
+                                                    const float* scale, int step, int dim, float* scores, Ahead& ahead) {
     for (int t = 0; t < kSixteen; t += 4) {
+        ahead.some(4 * row_bytes);
         Floats sum[kRows][4] = {};
         for (int d = 0; d < dim; d += kElements<kCodec>) {
             for (int i = 0; i < kElements<kCodec>; i += kLanes) {
@@ -74,12 +73,14 @@ __attribute__((noinline)) static void few_scores_of(const float* q, const char* 
 // O [kRows, kWide vectors] += P [kRows, count] x V, tokens in rows of a codec without scales.
 template <Codec kCodec, int kRows, int kWide>
 __attribute__((noinline)) static void few_values_of(const float* weights, const char* const* sixteens,
-                                                    std::int64_t row_bytes, int d, int count, float* out, int dim) {
+                                                    std::int64_t row_bytes, int d, int count, float* out, int dim,
+                                                    Ahead& ahead) {
     Floats sum[kRows][kWide];
     for (int r = 0; r < kRows; ++r)
         for (int m = 0; m < kWide; ++m) sum[r][m] = load(out + r * dim + d + m * kLanes);
     for (int at = 0; at < count; at += kSixteen) {
         const char* row = *sixteens++;
+        ahead.some(kSixteen * row_bytes * kWide * kLanes / dim);
         const float* end = weights + std::min(kSixteen, count - at);
         for (; weights < end; ++weights, row += row_bytes) {
             Floats left[kRows];
@@ -98,9 +99,10 @@ __attribute__((noinline)) static void few_values_of(const float* weights, const 
 // two, are `tokens` bytes apart; count a multiple of 16.
 template <bool kBytes, int kRows>
 __attribute__((noinline)) static void few_codes_of(const float* weights, const char* const* sixteens, std::int64_t tokens,
-                                                   int g, int count, float* out, int dim) {
+                                                   int g, int count, float* out, int dim, Ahead& ahead) {
     for (int d = 0; d < kGroup; d += 4) {
         const std::int64_t place = (g * kGroup + d) / (kBytes ? 1 : 2) * tokens;
+        ahead.some(count * (kBytes ? 4 : 2));
         Floats sum[kRows][4] = {};
         for (int at = 0; at < count; at += kSixteen) {
             const char* from = sixteens[at / kSixteen] + place;
@@ -160,19 +162,19 @@ KVIST_INLINE void by_rows(int rows, Some&& some) {
 
 // S [queries, 16] = Q x K^T of the tokens from `slot` on; scores are kKeys apart.
 static void few_scores(const Side& side, const float* q, int queries, const char* run, int slot, const float* scale,
-                       float* scores) {
+                       float* scores, Ahead& ahead) {
     const std::int64_t bytes = side.row_bytes();
     of_codec(side.codec, [&](auto codec) {
         by_rows(queries, [&](int r, auto rows) {
             few_scores_of<decltype(codec)::value, decltype(rows)::value>(q + r * side.dim, run + slot * bytes, bytes, scale,
-                                                                         scale_step(side), side.dim, scores + r * kKeys);
+                                                                         scale_step(side), side.dim, scores + r * kKeys, ahead);
         });
     });
 }
 
 // O [queries, dim] += P x V of values without scales, sixteen of whose rows begin at each of `sixteens`.
 static void few_values(const Side& side, const float* weights, int queries, const char* const* sixteens, int count,
-                       float* out) {
+                       float* out, Ahead& ahead) {
     of_codec(side.codec, [&](auto codec) {
         constexpr Codec kCodec = decltype(codec)::value;
         if constexpr (!kScaled<kCodec>) {
@@ -181,10 +183,10 @@ static void few_values(const Side& side, const float* weights, int queries, cons
                 int d = 0;
                 for (; d + 4 * kLanes <= side.dim; d += 4 * kLanes)
                     few_values_of<kCodec, kRows, 4>(weights + r * kKeys, sixteens, side.row_bytes(), d, count,
-                                                    out + r * side.dim, side.dim);
+                                                    out + r * side.dim, side.dim, ahead);
                 for (; d < side.dim; d += kLeast * kLanes)
                     few_values_of<kCodec, kRows, kLeast>(weights + r * kKeys, sixteens, side.row_bytes(), d, count,
-                                                         out + r * side.dim, side.dim);
+                                                         out + r * side.dim, side.dim, ahead);
             });
         }
     });
@@ -192,14 +194,14 @@ static void few_values(const Side& side, const float* weights, int queries, cons
 
 // O [queries, 32] += W x C^T of group `g` of values with scales, whose places of the first token begin at `sixteens`.
 static void few_codes(const Side& side, const float* weights, int queries, const char* const* sixteens, int g, int count,
-                      float* out) {
+                      float* out, Ahead& ahead) {
     by_rows(queries, [&](int r, auto rows) {
         constexpr int kRows = decltype(rows)::value;
         const float* some = weights + r * kKeys;
         float* to = out + r * side.dim;
         if (side.bytewise())
-            few_codes_of<true, kRows>(some, sixteens, side.tokens, g, count, to, side.dim);
+            few_codes_of<true, kRows>(some, sixteens, side.tokens, g, count, to, side.dim, ahead);
         else
-            few_codes_of<false, kRows>(some, sixteens, side.tokens, g, count, to, side.dim);
+            few_codes_of<false, kRows>(some, sixteens, side.tokens, g, count, to, side.dim, ahead);
     });
 }
