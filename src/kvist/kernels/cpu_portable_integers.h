@@ -128,7 +128,82 @@ class InIntegers {
         add_some(Known<int, 1>());
     }
 
+    // Rows that are few meet codes as they are read: what is decoded would be stored for so few alone.
+    static constexpr int kFewRows = 4;
+
+    void multiply_few(std::int64_t panel, int rows, float* sums) const {
+        for (int row = 0; row < rows;) {
+            const int count = rows - row == 4 ? 2 : std::min(3, rows - row);
+            const auto some = [&](auto number) {
+                constexpr int kCount = decltype(number)::value;
+                if (count != kCount) return;
+                if (m_.bits == 4)
+                    few_rows<4, kCount>(panel, row, sums + row * kPanel);
+                else
+                    few_rows<8, kCount>(panel, row, sums + row * kPanel);
+            };
+            some(Known<int, 3>());
+            some(Known<int, 2>());
+            some(Known<int, 1>());
+            row += count;
+        }
+    }
+
   private:
+    // Pair `i` of those in each word.
+    template <int kBits>
+    __attribute__((always_inline)) static inline Words pair_of(Words words, int i) {
+        if (kBits == 4) return (Words)((Bits)words >> (4 * i) & 0x000f000f);
+        return KVIST_MM(srai_epi16)(i == 0 ? KVIST_MM(slli_epi16)(words, 8) : words, 8);
+    }
+
+    // Sums [kRows, 32] of all steps.
+    template <int kBits, int kRows>
+    void few_rows(std::int64_t panel, std::int64_t row, float* sums) const {
+        constexpr int kVectors = kSide / kLanes, kOfWord = 16 / kBits;
+        for (int side = 0; side < 2; ++side) {
+            Floats total[kRows][kVectors] = {};
+            const std::int16_t* x = x_ + row * steps_ * kStep;
+            const Factors* factors = factors_ + row * steps_;
+            for (std::int64_t step = 0; step < steps_; ++step, x += kStep, ++factors) {
+                const std::uint8_t* from = tile_of(m_, panel, step, side);
+                if (side == 0) fetch_step(m_, panel, step + kStepsAhead);
+                Words sum[kRows][kVectors] = {};
+#pragma GCC unroll 8
+                for (int vector = 0; vector < kBits; ++vector) {
+                    Words words[kVectors];
+                    for (int v = 0; v < kVectors; ++v) words[v] = load_words(from + vector * 64 + v * kLanes * 4);
+#pragma GCC unroll 4
+                    for (int i = 0; i < kOfWord; ++i) {
+                        Words factor[kRows];
+                        for (int r = 0; r < kRows; ++r) {
+                            std::int32_t both;
+                            std::memcpy(&both, x + r * steps_ * kStep + 2 * (vector * kOfWord + i), 4);
+                            factor[r] = KVIST_MM(set1_epi32)(both);
+                        }
+                        for (int v = 0; v < kVectors; ++v) {
+                            const Words pair = pair_of<kBits>(words[v], i);
+                            for (int r = 0; r < kRows; ++r) {
+                                sum[r][v] = KVIST_MM(add_epi32)(sum[r][v], KVIST_MM(madd_epi16)(pair, factor[r]));
+                                settle(sum[r][v]);
+                            }
+                        }
+                    }
+                }
+                const std::uint8_t* scales = from + kBits * 64;
+                for (int v = 0; v < kVectors; ++v) {
+                    const Floats scale = load_f16(scales + v * kLanes * 2), least = load_f16(scales + v * kLanes * 2 + 32);
+                    for (int r = 0; r < kRows; ++r) {
+                        const Factors& by = factors[r * steps_];
+                        total[r][v] += least * by.sum + scale * by.unit * __builtin_convertvector((Ints)sum[r][v], Floats);
+                    }
+                }
+            }
+            for (int r = 0; r < kRows; ++r)
+                for (int v = 0; v < kVectors; ++v) store(sums + r * kPanel + side * kSide + v * kLanes, total[r][v]);
+        }
+    }
+
     template <int kBits>
     static void decode_side(const std::uint8_t* from, int first, Step& to) {
         constexpr int kOfWord = 16 / kBits;  // pairs
@@ -136,11 +211,7 @@ class InIntegers {
             for (int vector = 0; vector < kBits; ++vector) {
                 const Words words = load_words(from + vector * 64 + lane * 4);
                 for (int i = 0; i < kOfWord; ++i) {
-                    Words pair;
-                    if (kBits == 4)
-                        pair = (Words)((Bits)words >> (4 * i) & 0x000f000f);
-                    else
-                        pair = KVIST_MM(srai_epi16)(i == 0 ? KVIST_MM(slli_epi16)(words, 8) : words, 8);
+                    const Words pair = pair_of<kBits>(words, i);
                     std::memcpy(to.codes[vector * kOfWord + i][first + lane], &pair, sizeof pair);
                 }
             }

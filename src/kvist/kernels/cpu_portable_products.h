@@ -142,6 +142,7 @@ static void add_floats(const float* x, std::int64_t stride, const float* w, int 
 class InFloats {
   public:
     static constexpr std::size_t kDecoded = sizeof(float) * kChunk * kStep * kPanel;
+    static constexpr int kFewRows = 0;
 
     InFloats(const Matrix& m, const Team& team, const bf16* x, std::int64_t rows) : m_(m) {
         auto* to = static_cast<float*>(
@@ -195,6 +196,13 @@ static void multiply_panels(const Matrix& m, const Team& team, const Way& way, s
             const std::int64_t row = index / groups * kBlockRows, group = index % groups;
             const int count = static_cast<int>(std::min<std::int64_t>(kBlockRows, rows - row));
             for (std::int64_t panel = group * panels / groups; panel < (group + 1) * panels / groups; ++panel) {
+                if constexpr (Way::kFewRows > 0) {
+                    if (rows <= Way::kFewRows) {
+                        way.multiply_few(panel, count, sums);
+                        write(m, sums, panel, count, out, row, bias);
+                        continue;
+                    }
+                }
                 std::memset(sums, 0, sizeof(float) * kPanel * static_cast<std::size_t>(count));
                 for (std::int64_t step = 0; step < steps; step += kChunk) {
                     const int some = static_cast<int>(std::min<std::int64_t>(kChunk, steps - step));
