@@ -9,7 +9,9 @@ another, with ``enable_gqa`` or with the queries of a KV head as its rows, which
 as it takes to read more than any cache holds, so that every call reads from memory. All take turns.
 
 *GB/s* are stored bytes of keys and values over time; *of a read* is its share of what a plain read of as many
-bytes reaches in the same round.
+bytes reaches in the same round. *Of a product* is the share of multiply-adds a second that PyTorch's product of two
+square matrices reaches there, in the type that the kernels multiply in: the rest of their arithmetic, which widens
+what is stored and finds the softmax, is not counted. Whichever share is larger binds.
 """
 
 import argparse
@@ -46,7 +48,7 @@ class Work:
     Attributes:
         name: of the row.
         run: attends once in every layer.
-        stored: bytes of keys and values that it reads.
+        stored: bytes of keys and values that it reads, or multiply-adds of a product.
         seconds: of each round.
     """
 
@@ -124,14 +126,24 @@ def reading(size: int) -> Work:
     return Work("read", lambda: [torch.sum(part) for part in parts] and None, memory.numel() * 4, [])
 
 
+def multiplying(dtype: torch.dtype) -> Work:
+    size = 2048
+    one, other = (torch.randn(size, size).to(dtype) for _ in range(2))
+    out = torch.empty_like(one)
+    return Work("product", lambda: torch.mm(one, other, out=out) is None, size**3, [])
+
+
 def rows(name: str, sequences: int, context: int, rounds: int) -> Iterator[str]:
     shape = SHAPES[name]
-    kv_heads, _, dim = shape
+    kv_heads, repeats, dim = shape
     compressed = sequences * context * kv_heads * dim * 52 // 32
     layers = max(1, -(-LEAST_BYTES // compressed))
     works = [ours(shape, sequences, context, fmt, layers) for fmt in FORMATS]
     works += [theirs(shape, sequences, context, layers, grouped=grouped) for grouped in (False, True)]
     works.append(reading(256 * 2**20))
+    kernels = attention_kernels(torch.bfloat16)
+    assert kernels is not None
+    works.append(multiplying(torch.float32 if kernels.name == "portable" else torch.bfloat16))
     for work in works:
         work.run()
     for _ in range(rounds):
@@ -139,8 +151,8 @@ def rows(name: str, sequences: int, context: int, rounds: int) -> Iterator[str]:
             started = time.perf_counter()
             work.run()
             work.seconds.append(time.perf_counter() - started)
-    *compared, plain = works
-    machine = plain.stored / statistics.median(plain.seconds)
+    *compared, plain, product = works
+    machine, unit = (work.stored / statistics.median(work.seconds) for work in (plain, product))
     best = min(statistics.median(work.seconds) for work in compared[-2:])
     for work in compared:
         seconds = statistics.median(work.seconds)
@@ -148,7 +160,8 @@ def rows(name: str, sequences: int, context: int, rounds: int) -> Iterator[str]:
         heads = sequences * context * kv_heads * layers
         yield (
             f"| {name} | {sequences} | {work.name} | {seconds / layers * 1e3:.3f} | {seconds / heads * 1e9:.2f} | "
-            f"{speed / 1e9:.2f} | {speed / machine:.0%} | {best / seconds:.2f} |"
+            f"{speed / 1e9:.2f} | {speed / machine:.0%} | {heads * 2 * repeats * dim / seconds / unit:.0%} | "
+            f"{best / seconds:.2f} |"
         )
 
 
@@ -162,9 +175,10 @@ def main() -> None:
     torch.manual_seed(0)
     print(f"{args.context:,} tokens, {torch.get_num_threads()} threads, medians of {args.rounds} rounds\n")
     print(
-        "| heads of | sequences | format | ms a layer | ns a token and KV head | GB/s | of the machine's | x PyTorch |"
+        "| heads of | sequences | format | ms a layer | ns a token and KV head | GB/s | of a read | of a product | "
+        "x PyTorch |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     with torch.inference_mode():
         for name in args.shape:
             for sequences in args.sequences:
