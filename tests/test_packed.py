@@ -9,7 +9,7 @@ from test_model import prompts_of, run_greedy, runner_of, worst_error
 from test_weights import tiny_llama, write_llama
 
 from kvist.model import packed
-from kvist.model.linear import Gated, Linear
+from kvist.model.linear import Gated, Linear, Logits
 from kvist.model.packed import FEW_ROWS, Codes, FewRows
 
 pytestmark = pytest.mark.skipif(not packed._works(), reason="this machine does not multiply packed weights")
@@ -78,6 +78,26 @@ def test_products_are_as_good_as_in_bf16(kind, outputs, inputs):
         expected = x.double() @ weight.t() + bias.double()
         plain = torch.nn.functional.linear(x, weight.bfloat16(), bias)
         assert error(FewRows(codes, bias)(x), expected) < 1.5 * error(plain, expected) < 0.01
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", None])
+@pytest.mark.parametrize("vocab", [1003, 1024])
+def test_logits_of_any_vocabulary(rows, kind, vocab):
+    """GPT-2's 50,257 tokens fill no whole panels."""
+    weight = torch.randn(vocab, 64).bfloat16()
+    codes = None
+    if kind is not None:
+        raw = torch.from_numpy(quantize(weight.float().numpy(), GGMLQuantizationType[kind]))
+        codes = Codes.of_blocks(raw, kind)
+        weight = torch.from_numpy(dequantize(raw.numpy(), GGMLQuantizationType[kind])).bfloat16()
+    x = torch.randn(rows, 64).bfloat16()
+    for tied in (False, True):
+        found = Logits(weight, codes, tied=tied)(x)
+        exact = x.double() @ weight.double().T
+        assert found.shape == (rows, vocab)
+        assert found.dtype == torch.float32
+        assert float((found - exact).abs().max() / exact.abs().max()) < 0.01
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])

@@ -25,6 +25,9 @@ class Matrix:
         bits: 16 for bf16, or those of a code.
     """
 
+    PANEL = 32
+    """Outputs that are multiplied together, of which a weight has a whole number."""
+
     def __init__(self, kernels: Cpu, shape: torch.Size, result: Result, bias: Tensor | None, *, bits: int) -> None:
         outputs, inputs = shape
         self.kernels = kernels
@@ -45,7 +48,7 @@ class Matrix:
     def suits(weight: Tensor) -> bool:
         """Whether the kernels multiply with a weight of this shape: whole panels of outputs and steps of inputs."""
         outputs, inputs = weight.shape
-        return outputs % 32 == 0 and inputs % 32 == 0
+        return outputs % Matrix.PANEL == 0 and inputs % 32 == 0
 
     def fill(self, weight: Tensor) -> None:
         """Copy a weight, bf16 ``[outputs, inputs]``."""

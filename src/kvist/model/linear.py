@@ -90,6 +90,14 @@ class Linear:
         return out
 
 
+def _head(weight: Tensor, codes: Codes | None) -> Matrix | None:
+    """The kernels' matrix of a head; few vocabularies fill the last panel, which zeros do then."""
+    if missing := -len(weight) % Matrix.PANEL:
+        weight = F.pad(weight, (0, 0, 0, missing))
+        codes = None if codes is None else codes.padded(missing)
+    return _matrix(weight, None, codes, "f32")
+
+
 class Logits:
     """``x W^T`` in float32.
 
@@ -103,7 +111,8 @@ class Logits:
         # A second copy in the kernels' order is worth its memory where it is smaller than the first, or nothing else
         # multiplies in this type.
         second = tied and codes is None and can_pack(weight.dtype)
-        self.matrix = None if second else _matrix(weight, None, codes, "f32")
+        self.vocab = len(weight)
+        self.matrix = None if second else _head(weight, codes)
         if self.matrix is None:
             self.weight = weight
         self.reordered = can_pack(weight.dtype)
@@ -111,7 +120,7 @@ class Logits:
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, hidden]`` to float32 ``[rows, vocab]``."""
         if self.matrix is not None:
-            return self.matrix(x)
+            return self.matrix(x)[:, : self.vocab]
         if not self.reordered:
             return F.linear(x, self.weight).float()
         # With the large weight on the left oneDNN takes it as it lies, and so does the product with one vector.
