@@ -49,7 +49,12 @@ CHOSEN = (
     "and not beyond_two_gigabytes"
 )
 # Of the extension that Clang builds, on every kind of kernel that this machine has.
-CLANG_TESTS = ("tests/test_portable_kernels.py", "tests/test_cpu_kernels.py", "tests/test_cpu_formats.py")
+CLANG_TESTS = (
+    "tests/test_portable_kernels.py",
+    "tests/test_portable_products.py",
+    "tests/test_cpu_kernels.py",
+    "tests/test_cpu_formats.py",
+)
 
 
 def clang(target: str) -> list[str]:

@@ -31,6 +31,7 @@ TESTS = (
     "tests/test_cpu_kernels.py",
     "tests/test_cpu_formats.py",
     "tests/test_portable_kernels.py",
+    "tests/test_portable_products.py",
     "tests/test_pruning_kernels.py",
     "tests/test_chain.py",
     "tests/test_sealing.py",

@@ -2,8 +2,8 @@
 // Included behind cpu_portable_products.h.
 //
 // Inputs are bf16, of 8 significant bits; the 32 of a step become whole multiples of one power of two, of 16 bits:
-// exact from 2^-7 of the largest's power of two on, else within 2^-15 of it. Sums of a step are exact, and scales are
-// applied to them:
+// exact from 2^-7 of the largest's power of two on, else within 2^-15 of it; or all of them 0 where none is above 1e-30,
+// as units would be subnormal. Sums of a step are exact, and scales are applied to them:
 //
 //     sum += scale x unit x (sum of code x integer) + minimum x (sum of the step's x)
 
@@ -49,6 +49,7 @@ KVIST_INLINE float power_of_two(int power) { return float_of(static_cast<std::ui
 // One row's inputs of a step.
 KVIST_INLINE void pack(const bf16* x, std::int16_t* to, Factors& factors) {
     constexpr int kHighest = 14;  // the largest's power of two, in units
+    constexpr float kLeast = 1e-30f;
     Floats most = {};
     Ints special = {};
     for (int i = 0; i < kStep; i += kLanes) {
@@ -57,7 +58,7 @@ KVIST_INLINE void pack(const bf16* x, std::int16_t* to, Factors& factors) {
         special |= size >= kInfinity;
     }
     const float largest = largest_of(most);
-    const bool some = largest > 1e-30f;
+    const bool some = largest > kLeast;
     const int power = static_cast<int>(bits_of(largest) >> 23) - 127;
     const Floats share = all(some ? power_of_two(kHighest - power) : 0);
     factors.unit = some ? power_of_two(power - kHighest) : 0;
@@ -157,7 +158,7 @@ class InIntegers {
         return KVIST_MM(srai_epi16)(i == 0 ? KVIST_MM(slli_epi16)(words, 8) : words, 8);
     }
 
-    // Sums [kRows, 32] of all steps.
+    // Sums [kRows, 32] of all steps, rounded as `add_rows` does: a row's results do not depend on its neighbours.
     template <int kBits, int kRows>
     void few_rows(std::int64_t panel, std::int64_t row, float* sums) const {
         constexpr int kVectors = kSide / kLanes, kOfWord = 16 / kBits;
@@ -195,7 +196,8 @@ class InIntegers {
                     const Floats scale = load_f16(scales + v * kLanes * 2), least = load_f16(scales + v * kLanes * 2 + 32);
                     for (int r = 0; r < kRows; ++r) {
                         const Factors& by = factors[r * steps_];
-                        total[r][v] += least * by.sum + scale * by.unit * __builtin_convertvector((Ints)sum[r][v], Floats);
+                        const Floats product = __builtin_convertvector((Ints)sum[r][v], Floats);
+                        total[r][v] = total[r][v] + least * by.sum + scale * by.unit * product;
                     }
                 }
             }

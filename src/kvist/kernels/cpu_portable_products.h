@@ -13,6 +13,7 @@ constexpr int kStep = 32;   // inputs of a tile
 constexpr int kPanel = 32;  // outputs of a panel
 constexpr int kSide = 16;   // outputs of a tile
 constexpr int kBlockRows = 64;
+constexpr std::int64_t kMostRows = 4 * kBlockRows;  // that are held as they are multiplied
 constexpr std::int64_t kTasks = 8;  // a thread, at least, where there is enough to do
 constexpr int kChunk = 4;           // steps that are decoded at a time
 constexpr int kStepsAhead = 8;      // steps that are asked for before they are decoded
@@ -180,9 +181,10 @@ class InFloats {
     const float* x_;
 };
 
+// Rows `first … first + rows - 1`, which are those of `way`.
 template <class Way>
-static void multiply_panels(const Matrix& m, const Team& team, const Way& way, std::int64_t rows, void* out,
-                            const float* bias) {
+static void multiply_panels(const Matrix& m, const Team& team, const Way& way, std::int64_t first, std::int64_t rows,
+                            void* out, const float* bias) {
     const std::int64_t steps = m.inputs / kStep;
     // A thread goes through the panels with one block of rows, or a part of them where blocks are few.
     const std::int64_t panels = m.outputs / kPanel, blocks = (rows + kBlockRows - 1) / kBlockRows;
@@ -199,7 +201,7 @@ static void multiply_panels(const Matrix& m, const Team& team, const Way& way, s
                 if constexpr (Way::kFewRows > 0) {
                     if (rows <= Way::kFewRows) {
                         way.multiply_few(panel, count, sums);
-                        write(m, sums, panel, count, out, row, bias);
+                        write(m, sums, panel, count, out, first + row, bias);
                         continue;
                     }
                 }
@@ -209,10 +211,20 @@ static void multiply_panels(const Matrix& m, const Team& team, const Way& way, s
                     way.decode(panel, step, some, decoded);
                     way.add(decoded, step, some, row, count, sums);
                 }
-                write(m, sums, panel, count, out, row, bias);
+                write(m, sums, panel, count, out, first + row, bias);
             }
         });
     });
+}
+
+// Some blocks of rows at a time, so that what is kept of inputs does not grow with a step.
+template <class Way>
+static void multiply_rows(const Matrix& m, const Team& team, const bf16* x, std::int64_t rows, void* out,
+                          const float* bias) {
+    for (std::int64_t first = 0; first < rows; first += kMostRows) {
+        const std::int64_t some = std::min(kMostRows, rows - first);
+        multiply_panels(m, team, Way(m, team, x + first * m.inputs, some), first, some, out, bias);
+    }
 }
 
 #if KVIST_X86
@@ -220,9 +232,8 @@ static void multiply_panels(const Matrix& m, const Team& team, const Way& way, s
 #endif
 
 void multiply(const Matrix& m, const Team& team, const bf16* x, std::int64_t rows, void* out, const float* bias) {
-    if (rows == 0) return;
 #if KVIST_X86
-    if (m.bits != 16) return multiply_panels(m, team, InIntegers(m, team, x, rows), rows, out, bias);
+    if (m.bits != 16) return multiply_rows<InIntegers>(m, team, x, rows, out, bias);
 #endif
-    multiply_panels(m, team, InFloats(m, team, x, rows), rows, out, bias);
+    multiply_rows<InFloats>(m, team, x, rows, out, bias);
 }
