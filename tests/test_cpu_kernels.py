@@ -7,6 +7,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import fixtures_attention
 import numpy as np
@@ -361,6 +362,18 @@ def test_an_empty_variable_is_none_and_a_bad_one_is_refused_in_every_type(monkey
     monkeypatch.setenv("KVIST_KERNELS", "neon")
     with pytest.raises(InputError, match="KVIST_KERNELS: 'neon'"):
         cpu_module.kernels_of(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("choice", ["amx", "avx512"])
+def test_kernels_that_are_not_to_be_had_are_refused_in_every_type(monkeypatch, choice, dtype):
+    module = SimpleNamespace(has_avx512=lambda: False, portable_builds=lambda: [0, 1])
+    monkeypatch.setattr(cpu_module, "_module", lambda: module)
+    monkeypatch.setattr(cpu_module, "_chosen", cpu_module._chosen.__wrapped__)
+    monkeypatch.setenv("KVIST_KERNELS", choice)
+    for find in (cpu_module.kernels_of, cpu_module.attention_kernels):
+        with pytest.raises(InputError, match=f"KVIST_KERNELS: '{choice}' is not to be had here; .* portable, torch$"):
+            find(dtype)
 
 
 def test_kernels_follow_the_threads_of_pytorch(kernels):

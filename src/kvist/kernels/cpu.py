@@ -151,12 +151,10 @@ def kernels_of(dtype: torch.dtype) -> Cpu | None:
     None either where gradients are wanted (:mod:`kvist.kernels.gradients`).
 
     Raises:
-        InputError: as :func:`cpu`; in other types the variable must still be one of its choices.
+        InputError: as :func:`cpu`, in every type.
     """
-    if dtype == torch.bfloat16 and not gradients_wanted():
-        return cpu()
-    _choice()
-    return None
+    found = cpu()
+    return found if dtype == torch.bfloat16 and not gradients_wanted() else None
 
 
 def attention_kernels(dtype: torch.dtype) -> Cpu | None:
