@@ -8,6 +8,7 @@ from gguf.quants import dequantize, quantize
 from test_model import prompts_of, run_greedy, runner_of, worst_error
 from test_weights import tiny_llama, write_llama
 
+from kvist.kernels.cpu import cpu
 from kvist.model import packed
 from kvist.model.linear import Gated, Linear, Logits
 from kvist.model.packed import FEW_ROWS, Codes, FewRows
@@ -83,8 +84,10 @@ def test_products_are_as_good_as_in_bf16(kind, outputs, inputs):
 @pytest.mark.parametrize("rows", [1, 3, 20])
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", None])
 @pytest.mark.parametrize("vocab", [1003, 1024])
-def test_logits_of_any_vocabulary(rows, kind, vocab):
+@pytest.mark.parametrize("choice", ["torch", "auto"])
+def test_logits_of_any_vocabulary(rows, kind, vocab, choice, monkeypatch):
     """GPT-2's 50,257 tokens fill no whole panels."""
+    monkeypatch.setenv("KVIST_KERNELS", choice)
     weight = torch.randn(vocab, 64).bfloat16()
     codes = None
     if kind is not None:
@@ -93,11 +96,22 @@ def test_logits_of_any_vocabulary(rows, kind, vocab):
         weight = torch.from_numpy(dequantize(raw.numpy(), GGMLQuantizationType[kind])).bfloat16()
     x = torch.randn(rows, 64).bfloat16()
     for tied in (False, True):
-        found = Logits(weight, codes, tied=tied)(x)
+        head = Logits(weight, codes, tied=tied)
+        if not tied:
+            assert (head.matrix is None) == (cpu() is None)
+        found = head(x)
         exact = x.double() @ weight.double().T
         assert found.shape == (rows, vocab)
         assert found.dtype == torch.float32
         assert float((found - exact).abs().max() / exact.abs().max()) < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_without_kernels_is_not_copied(monkeypatch, dtype):
+    """A vocabulary that fills no whole panels would be, with zeros below."""
+    monkeypatch.setattr(torch.nn.functional, "pad", None)
+    weight = torch.randn(97, 64).to(dtype)
+    assert Logits(weight).weight is weight
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])

@@ -92,6 +92,8 @@ class Linear:
 
 def _head(weight: Tensor, codes: Codes | None) -> Matrix | None:
     """The kernels' matrix of a head; few vocabularies fill the last panel, which zeros do then."""
+    if kernels_of(weight.dtype) is None:
+        return None  # before a weight is copied for nothing
     if missing := -len(weight) % Matrix.PANEL:
         weight = F.pad(weight, (0, 0, 0, missing))
         codes = None if codes is None else codes.padded(missing)
