@@ -11,7 +11,7 @@ as it takes to read more than any cache holds, so that every call reads from mem
 *GB/s* are stored bytes of keys and values over time; *of a read* is its share of what a plain read of as many
 bytes reaches in the same round. *Of a product* is the share of multiply-adds a second that PyTorch's product of two
 square matrices reaches there, in the type that the kernels multiply in: the rest of their arithmetic, which widens
-what is stored and finds the softmax, is not counted. Whichever share is larger binds.
+what is stored and finds the softmax, is not counted, so that it is the least that the arithmetic takes of the machine.
 """
 
 import argparse

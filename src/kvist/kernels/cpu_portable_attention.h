@@ -360,7 +360,7 @@ void attend(Plan& plan, const Team& team, const Call& call) {
             const Task& task = plan.tasks[index];
             const Keys keys(plan, plan.units[task.unit]);
             Job job(plan, keys, call);
-            // Another thread may take it first, which is rare.
+            // Another thread may take it first, which costs what was asked for.
             job.run(task.head, task.heads, first_of(next.load(std::memory_order_relaxed)), plan.partials.data());
         }
     });
