@@ -161,49 +161,58 @@ class InIntegers {
     // Sums [kRows, 32] of all steps, rounded as `add_rows` does: a row's results do not depend on its neighbours.
     template <int kBits, int kRows>
     void few_rows(std::int64_t panel, std::int64_t row, float* sums) const {
-        constexpr int kVectors = kSide / kLanes, kOfWord = 16 / kBits;
-        for (int side = 0; side < 2; ++side) {
-            Floats total[kRows][kVectors] = {};
-            const std::int16_t* x = x_ + row * steps_ * kStep;
-            const Factors* factors = factors_ + row * steps_;
-            for (std::int64_t step = 0; step < steps_; ++step, x += kStep, ++factors) {
-                const std::uint8_t* from = tile_of(m_, panel, step, side);
-                if (side == 0) fetch_step(m_, panel, step + kStepsAhead);
-                Words sum[kRows][kVectors] = {};
+        // Both sides at once: where the second followed, found in the first cache, memory would wait for it. Short
+        // vectors' sums would fill the registers.
+        constexpr int kVectors = kPanel / kLanes;
+        constexpr int kSome = kLanes > 4 ? kVectors : kVectors / 2;
+        for (int first = 0; first < kVectors; first += kSome) some_vectors<kBits, kRows, kSome>(panel, row, first, sums);
+    }
+
+    template <int kBits, int kRows, int kSome>
+    void some_vectors(std::int64_t panel, std::int64_t row, int first, float* sums) const {
+        constexpr int kOfWord = 16 / kBits, kOfSide = kSide / kLanes;
+        Floats total[kRows][kSome] = {};
+        const std::int16_t* x = x_ + row * steps_ * kStep;
+        const Factors* factors = factors_ + row * steps_;
+        for (std::int64_t step = 0; step < steps_; ++step, x += kStep, ++factors) {
+            const std::uint8_t* from = tile_of(m_, panel, step, 0);
+            if (first == 0) fetch_step(m_, panel, step + kStepsAhead);
+            const auto tile = [&](int v) { return from + (first + v) / kOfSide * m_.tile_bytes; };
+            const auto lane = [&](int v) { return (first + v) % kOfSide * kLanes; };
+            Words sum[kRows][kSome] = {};
 #pragma GCC unroll 8
-                for (int vector = 0; vector < kBits; ++vector) {
-                    Words words[kVectors];
-                    for (int v = 0; v < kVectors; ++v) words[v] = load_words(from + vector * 64 + v * kLanes * 4);
+            for (int vector = 0; vector < kBits; ++vector) {
+                Words words[kSome];
+                for (int v = 0; v < kSome; ++v) words[v] = load_words(tile(v) + vector * 64 + lane(v) * 4);
 #pragma GCC unroll 4
-                    for (int i = 0; i < kOfWord; ++i) {
-                        Words factor[kRows];
-                        for (int r = 0; r < kRows; ++r) {
-                            std::int32_t both;
-                            std::memcpy(&both, x + r * steps_ * kStep + 2 * (vector * kOfWord + i), 4);
-                            factor[r] = KVIST_MM(set1_epi32)(both);
-                        }
-                        for (int v = 0; v < kVectors; ++v) {
-                            const Words pair = pair_of<kBits>(words[v], i);
-                            for (int r = 0; r < kRows; ++r) {
-                                sum[r][v] = KVIST_MM(add_epi32)(sum[r][v], KVIST_MM(madd_epi16)(pair, factor[r]));
-                                settle(sum[r][v]);
-                            }
-                        }
-                    }
-                }
-                const std::uint8_t* scales = from + kBits * 64;
-                for (int v = 0; v < kVectors; ++v) {
-                    const Floats scale = load_f16(scales + v * kLanes * 2), least = load_f16(scales + v * kLanes * 2 + 32);
+                for (int i = 0; i < kOfWord; ++i) {
+                    Words factor[kRows];
                     for (int r = 0; r < kRows; ++r) {
-                        const Factors& by = factors[r * steps_];
-                        const Floats product = __builtin_convertvector((Ints)sum[r][v], Floats);
-                        total[r][v] = total[r][v] + least * by.sum + scale * by.unit * product;
+                        std::int32_t both;
+                        std::memcpy(&both, x + r * steps_ * kStep + 2 * (vector * kOfWord + i), 4);
+                        factor[r] = KVIST_MM(set1_epi32)(both);
+                    }
+                    for (int v = 0; v < kSome; ++v) {
+                        const Words pair = pair_of<kBits>(words[v], i);
+                        for (int r = 0; r < kRows; ++r) {
+                            sum[r][v] = KVIST_MM(add_epi32)(sum[r][v], KVIST_MM(madd_epi16)(pair, factor[r]));
+                            settle(sum[r][v]);
+                        }
                     }
                 }
             }
-            for (int r = 0; r < kRows; ++r)
-                for (int v = 0; v < kVectors; ++v) store(sums + r * kPanel + side * kSide + v * kLanes, total[r][v]);
+            for (int v = 0; v < kSome; ++v) {
+                const std::uint8_t* scales = tile(v) + kBits * 64 + lane(v) * 2;
+                const Floats scale = load_f16(scales), least = load_f16(scales + 32);
+                for (int r = 0; r < kRows; ++r) {
+                    const Factors& by = factors[r * steps_];
+                    const Floats product = __builtin_convertvector((Ints)sum[r][v], Floats);
+                    total[r][v] = total[r][v] + least * by.sum + scale * by.unit * product;
+                }
+            }
         }
+        for (int r = 0; r < kRows; ++r)
+            for (int v = 0; v < kSome; ++v) store(sums + r * kPanel + (first + v) * kLanes, total[r][v]);
     }
 
     template <int kBits>
