@@ -22,15 +22,17 @@ struct Keys {
     std::int64_t first() const { return begin / kSixteen * kSixteen; }
 };
 
-// Up to 128 keys and values that are met next, in the order in which they are met. No processor guesses where the next
-// block lies, and what is asked for all at once waits for each other: a few lines at a time lie behind the arithmetic.
+// Up to 128 keys and values that are met next, in the order in which they lie. No processor guesses where the next block
+// lies, and what is asked for all at once waits for each other: a few lines at a time lie behind the arithmetic.
 class Ahead {
   public:
     Ahead() = default;
     Ahead(const Keys& keys, std::int64_t first, int slot, int first_head, int heads)
         : shape_(&keys.segment->geometry), arena_(keys.segment->layer(slot)), offsets_(keys.unit->offsets), first_(first),
-          sixteens_(static_cast<int>((std::min<std::int64_t>(kKeys, keys.end - first) + kSixteen - 1) / kSixteen)),
-          head_(first_head), left_(heads * sixteens_ * 2) {}
+          first_head_(first_head), end_head_(first_head + heads), head_(first_head) {
+        const std::int64_t keys_ahead = std::min<std::int64_t>(kKeys, keys.end - first);
+        left_ = heads * 2 * static_cast<int>((keys_ahead + kSixteen - 1) / kSixteen);
+    }
 
     // As much as was met, and a line for its scales.
     __attribute__((always_inline)) void some(std::int64_t bytes) {
@@ -62,9 +64,9 @@ class Ahead {
         }
         end_ = at_ + bytes;
         --left_;
-        if (++sixteen_ == sixteens_) {
-            sixteen_ = 0;
-            head_ += values_;
+        if (++head_ == end_head_) {
+            head_ = first_head_;
+            sixteen_ += values_;
             values_ = !values_;
         }
         return at_ < end_ || next_run();
@@ -74,6 +76,6 @@ class Ahead {
     const char *arena_ = nullptr, *at_ = nullptr, *end_ = nullptr;
     const std::int64_t* offsets_ = nullptr;
     std::int64_t first_ = 0;
-    int sixteens_ = 0, head_ = 0, sixteen_ = 0, left_ = 0;
+    int first_head_ = 0, end_head_ = 0, head_ = 0, sixteen_ = 0, left_ = 0;
     bool values_ = false;
 };
