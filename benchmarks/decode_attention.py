@@ -81,8 +81,8 @@ def ours(shape: tuple[int, int, int], sequences: int, context: int, fmt: tuple[s
     memory = attention(kernels, store, Scores(scale=dim**-0.5), repeats)
     ids = np.random.default_rng(0).permutation(layout.total_blocks(0))[:blocks].reshape(sequences, -1)
     fill(memory, ids, context - 1, layers, kv_heads, repeats, dim)
-    # Sequences begin with a block of their own, as tables that begin alike would be read once for all, and end with one,
-    # to which they append.
+    # Sequences begin with a block of their own, as tables that begin alike would be read once for all, and end with
+    # one, to which they append.
     held = group.block_bytes // layers
     near = np.random.default_rng(1).choice(ids[0][1 : 1 + max(1, NEAR_BYTES // held)], ids.shape)
     near[:, [0, -1]] = ids[:, [0, -1]]
