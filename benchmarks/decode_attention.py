@@ -29,8 +29,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvist.cache.groups import Group
 from kvist.cache.layout import ArenaLayout
 from kvist.engine.machine import zeros
-from kvist.kernels.cpu import PagedAttention, attention_kernels
+from kvist.kernels.cpu import attention_kernels
 from kvist.kernels.dense import Scores
+from kvist.kernels.paged import PagedAttention
 from kvist.kernels.portable import PortableAttention
 from kvist.kernels.spans import Span
 from kvist.spec.formats import CacheFormat

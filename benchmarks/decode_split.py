@@ -21,8 +21,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from kvist.engine.engine import Engine
 from kvist.engine.sampler import SamplingParams
-from kvist.kernels.cpu import Cpu, PagedPlan
+from kvist.kernels.cpu import Cpu
 from kvist.kernels.matrix import Matrix
+from kvist.kernels.paged import PagedPlan
 
 KINDS = {
     "products": ("linear", "int4pack", "addmm", "aten::mm", "aten::mv", "addmv", "matmul"),

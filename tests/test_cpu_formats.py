@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_cpu_kernels import kinds
 
 from kvist.kernels import cpu as cpu_module
-from kvist.kernels.cpu import CODECS
+from kvist.kernels.paged import CODECS
 from kvist.kernels.reference import attend
 from kvist.store.codecs import Coding
 

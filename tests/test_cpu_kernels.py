@@ -25,10 +25,11 @@ from test_weights import tiny_llama, write_llama
 from kvist.engine.engine import Engine
 from kvist.errors import InputError
 from kvist.kernels import cpu as cpu_module
-from kvist.kernels.cpu import Cpu, PagedAttention, cpu
+from kvist.kernels.cpu import Cpu, cpu
 from kvist.kernels.dense import Scores
 from kvist.kernels.hadamard import hadamard
 from kvist.kernels.matrix import Matrix
+from kvist.kernels.paged import PagedAttention
 from kvist.kernels.sharing import sharing_order
 from kvist.model.norms import FusedResidual, RMSNorm
 from kvist.model.packed import Codes

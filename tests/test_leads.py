@@ -19,9 +19,9 @@ from kvist.cache.layout import ArenaLayout
 from kvist.cache.lead_groups import lead_groups
 from kvist.errors import InputError, UnsupportedModel
 from kvist.kernels.attention import PagedMemory
-from kvist.kernels.cpu import PagedAttention
 from kvist.kernels.dense import Scores
 from kvist.kernels.leading import Before, LedAttention, LedMemory
+from kvist.kernels.paged import PagedAttention
 from kvist.kernels.portable import PortableAttention
 from kvist.kernels.sealing import SealedAttention, SealedMemory
 from kvist.kernels.spans import Span

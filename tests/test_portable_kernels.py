@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from kvist.cache.arena import ArenaLayout
 from kvist.errors import InputError
 from kvist.kernels import cpu as cpu_module
-from kvist.kernels.cpu import CODECS, Cpu, attention_kernels, cpu
+from kvist.kernels.cpu import Cpu, attention_kernels, cpu
 from kvist.kernels.cpu import kernels_of as kernels_in
 from kvist.kernels.dense import Scores
+from kvist.kernels.paged import CODECS
 from kvist.kernels.portable import PortableAttention
 from kvist.kernels.sharing import sharing_order
 from kvist.kernels.spans import Span

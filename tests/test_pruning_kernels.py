@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from test_cpu_kernels import BF16, kinds
 
 from kvist.kernels import cpu as cpu_module
-from kvist.kernels.cpu import PagedAttention
 from kvist.kernels.dense import Scores
 from kvist.kernels.moving import move
+from kvist.kernels.paged import PagedAttention
 from kvist.kernels.pruning import Weighing
 from kvist.kernels.reference import read_sequence
 from kvist.kernels.sharing import sharing_order

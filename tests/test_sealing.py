@@ -16,8 +16,8 @@ from kvist.cache.prefix import PrefixKey
 from kvist.comparison.settings import Setting
 from kvist.errors import InputError, UnsupportedModel
 from kvist.kernels import cpu as cpu_module
-from kvist.kernels.cpu import PagedAttention
 from kvist.kernels.dense import Scores
+from kvist.kernels.paged import PagedAttention
 from kvist.kernels.portable import PortableAttention
 from kvist.kernels.sealing import SealedAttention, SealedMemory
 from kvist.kernels.spans import Span

@@ -185,7 +185,7 @@ def check_program(programs: list[list[str]], arguments: list[str]) -> int:
     kernels = Kernels(running)
     sys.modules[kernels.__name__] = kernels
     kvist.kernels._cpu = kernels  # type: ignore[attr-defined]
-    from kvist.kernels.cpu import CODECS, KEY_CODECS
+    from kvist.kernels.paged import CODECS, KEY_CODECS
 
     status = int(pytest.main(["-q", "-p", "no:cacheprovider", "-k", CHOSEN, *TESTS, *arguments]))
     if any(program.close() for program in running):

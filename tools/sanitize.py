@@ -189,7 +189,7 @@ def calls_of(kernels: Any) -> set[str]:
 
 def kernels_here(kernels: Any) -> set[str]:
     """Those that this machine has, as :func:`calls_of` names them."""
-    from kvist.kernels.cpu import CODECS, KEY_CODECS
+    from kvist.kernels.paged import CODECS, KEY_CODECS
 
     sides = (("keys", KEY_CODECS), ("values", CODECS))
     stored = [f"on {side} {codec}" for side, codecs in sides for codec in codecs.values()]

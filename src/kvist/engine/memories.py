@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 from kvist.cache.groups import Group, Lifetime
 from kvist.kernels.attention import PagedMemory
-from kvist.kernels.cpu import PagedAttention, attention_kernels
+from kvist.kernels.cpu import attention_kernels
 from kvist.kernels.dense import Scores
 from kvist.kernels.latent import LatentMemory
 from kvist.kernels.leading import LedAttention, LedMemory
+from kvist.kernels.paged import PagedAttention
 from kvist.kernels.portable import PortableAttention
 from kvist.kernels.sealing import SealedAttention, SealedMemory
 from kvist.model.decoder import Decoder

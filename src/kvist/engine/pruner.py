@@ -21,8 +21,8 @@ from kvist.cache.sequence import Sequence
 from kvist.engine.runner import Runner
 from kvist.errors import InputError, UnsupportedModel
 from kvist.kernels.attention import PagedMemory
-from kvist.kernels.cpu import PagedAttention
 from kvist.kernels.leading import LedAttention, LedMemory
+from kvist.kernels.paged import PagedAttention
 from kvist.kernels.pruning import Observed, Weighing, select
 from kvist.scheduler import Scheduler
 from kvist.spec.model import ModelSpec

@@ -18,8 +18,8 @@ import numpy as np
 from torch import Tensor
 
 from kvist.kernels.attention import AttentionPlan, Dense, PagedMemory, dense_parts, with_sinks
-from kvist.kernels.cpu import PagedAttention, PagedPlan
 from kvist.kernels.dense import merge
+from kvist.kernels.paged import PagedAttention, PagedPlan
 from kvist.kernels.sealing import SealedAttention, SealedMemory, SealedPlan
 from kvist.kernels.spans import Span
 from kvist.store.layouts import Index, PagedKV

@@ -7,7 +7,7 @@ architecture have, and on x86 for AVX2 and AVX-512 besides.
 import torch
 from torch import Tensor
 
-from kvist.kernels.cpu import CODECS, KEY_CODECS, PagedAttention, PagedPlan
+from kvist.kernels.paged import CODECS, KEY_CODECS, PagedAttention, PagedPlan
 from kvist.store.layouts import PagedKV
 
 # cpu_portable.h: kMaxDim and Type.

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvist.kernels.attention import PagedMemory
-from kvist.kernels.cpu import PagedAttention, PagedPlan
 from kvist.kernels.dense import Scores
+from kvist.kernels.paged import PagedAttention, PagedPlan
 from kvist.kernels.spans import Span
 from kvist.store.layouts import Index, Scratch
 from kvist.store.survivors import Keys

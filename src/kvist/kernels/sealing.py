@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from kvist.kernels.attention import AttentionPlan, with_sinks
-from kvist.kernels.cpu import PagedAttention, PagedPlan
 from kvist.kernels.decoding import Decode, LongTail, Tails, decode_segments
 from kvist.kernels.dense import Scores, attend, merge
+from kvist.kernels.paged import PagedAttention, PagedPlan
 from kvist.kernels.sharing import SharedRun, shared_runs
 from kvist.kernels.spans import Span, in_chunks, positions_of
 from kvist.store.layouts import Gathering, Index, PagedKV

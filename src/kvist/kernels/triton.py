@@ -1,6 +1,6 @@
 """The GPU's kernels, in Triton: store a step's tokens quantised, then attend to blocks in place; planned once a step.
 
-The same verbs as :mod:`kvist.kernels.cpu`: a memory is laid over a group's part of the arena, plans a step, and every
+The same verbs as :mod:`kvist.kernels.paged`: a memory is laid over a group's part of the arena, plans a step, and every
 layer attends by the plan. Needs the ``gpu`` extra; whoever imports this module has Triton.
 
 The kernels are checked by Triton's interpreter, on the CPU (``TRITON_INTERPRET=1``, set before the first import), and

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvist.kernels.cpu import Cpu, PagedPlan
+from kvist.kernels.cpu import Cpu
 from kvist.kernels.matrix import Matrix
+from kvist.kernels.paged import PagedPlan
 from kvist.model.feed_forward import GatedMlp
 from kvist.model.layer import Layer
 from kvist.model.mixers.attention import AttentionMixer

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from kvist.cache.groups import Group
 from kvist.kernels.attention import AttentionPlan
-from kvist.kernels.cpu import PagedPlan
 from kvist.kernels.latent import LatentPlan
 from kvist.kernels.leading import LedPlan
+from kvist.kernels.paged import PagedPlan
 from kvist.kernels.sealing import SealedPlan
 from kvist.kernels.segment import ItemsPlan, LatentItemsPlan
 from kvist.model.rotary import FusedRotation, Rotation
