@@ -83,10 +83,11 @@ def ours(shape: tuple[int, int, int], sequences: int, context: int, fmt: tuple[s
     ids = np.random.default_rng(0).permutation(layout.total_blocks(0))[:blocks].reshape(sequences, -1)
     fill(memory, ids, context - 1, layers, kv_heads, repeats, dim)
     # Sequences begin with a block of their own, as tables that begin alike would be read once for all, and end with
-    # one, to which they append.
-    held = group.block_bytes // layers
-    near = np.random.default_rng(1).choice(ids[0][1 : 1 + max(1, NEAR_BYTES // held)], ids.shape)
-    near[:, [0, -1]] = ids[:, [0, -1]]
+    # one, to which they append; the blocks between, where there are any, are the near ones.
+    near, between = ids.copy(), ids[:, 1:-1]
+    if between.size:
+        nearest = between[0, : max(1, NEAR_BYTES // (group.block_bytes // layers))]
+        near[:, 1:-1] = np.random.default_rng(1).choice(nearest, between.shape)
     q = torch.randn(sequences, repeats, kv_heads, dim).bfloat16()
     kv = torch.randn(sequences, 2 * kv_heads, dim).bfloat16()
 
