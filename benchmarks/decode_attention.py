@@ -191,6 +191,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 16])
     args = parser.parse_args()
+    for option, least in (("context", args.context), ("rounds", args.rounds), ("sequences", min(args.sequences))):
+        if least < 1:
+            parser.error(f"--{option}: {least} is less than 1")
     torch.manual_seed(0)
     print(f"{args.context:,} tokens, {torch.get_num_threads()} threads, medians of {args.rounds} rounds\n")
     print(

@@ -1,4 +1,6 @@
-"""The benchmark of decode attention: its tables of near blocks, whatever the context."""
+"""The benchmark of decode attention: its tables of near blocks, whatever the context, and what it refuses."""
+
+import sys
 
 import numpy as np
 import pytest
@@ -34,3 +36,12 @@ def test_near_tables_take_the_same_arithmetic(monkeypatch, context, sequences):
     assert len(np.unique(near[:, 1:-1])) <= 52
     # What a sequence appends, no other reads.
     assert not np.isin(near[:, :-1], near[:, -1]).any()
+
+
+@pytest.mark.parametrize("option", ["context", "rounds", "sequences"])
+@pytest.mark.parametrize("value", ["0", "-3"])
+def test_less_than_one_is_refused(monkeypatch, capsys, option, value):
+    monkeypatch.setattr(sys, "argv", ["decode_attention.py", f"--{option}", value])
+    with pytest.raises(SystemExit):
+        BENCHMARK.main()
+    assert f"--{option}: {value} is less than 1" in capsys.readouterr().err
